@@ -24,7 +24,7 @@ class Phase(StrEnum):
 
 
 _MOST_PAIRS = 200.0
-"""Pairs from which on the older ones count less: an engine that now computes in another order is soon seen to."""
+"""Pairs from which on the older ones count less: another order of the same engine is noticed soon."""
 
 
 @dataclass(slots=True)

@@ -158,7 +158,8 @@ class Checks:
             found["engine_headers"][name] = text
 
         pairs = self._ledger.account(name).pairs
-        if pairs.total >= settings.min_requests and pairs.kept < _ORDERED_SHARE * pairs.total:
+        ordered = instance is not None and instance.settings.priority_scheduling  # else they are old
+        if ordered and pairs.total >= settings.min_requests and pairs.kept < _ORDERED_SHARE * pairs.total:
             text = f"{pairs.broken:.0f} of {pairs.total:.0f} prompts that were to be overtaken were not"
             found["priority_scheduling"][name] = text
 

@@ -17,14 +17,11 @@ WORKERS = (0, 1, 2)
 JUDGE = 3
 """Takes no part in hand-offs: its answers are those of a co-located engine with a cold cache."""
 REQUESTS = 50
-AT_ONCE = 4
-FALLBACKS = 2 * AT_ONCE
+FALLBACKS = 3
 """Hand-offs that may fall back: on two busy processors D's queue can outlast P's transfer. Answers stay the same."""
 STREAMS = 4
 BOUNDS = {"prefill_timeout_s": 30.0, "first_token_timeout_s": 25.0}
-TIMEOUTS = {"first_byte_s": 60, "total_s": 110, "idle_s": 60}
-"""Answers are compared here, not times: these allow for two busy processors. An engine that waits for a transfer polls,
-so that all others of this machine may stand still for a quarter of a minute."""
+"""Answers are compared here, not times: the bounds allow for two busy processors."""
 PULLED = "vllm:external_prefix_cache_hits_total"
 MIGRATE = {
     "name": "migrate",
@@ -61,11 +58,11 @@ async def say_all(proxy: Proxy, bodies: list[dict[str, Any]], at_once: int) -> l
 
 
 async def test_offloaded_answers_are_those_of_a_co_located_engine(engines: Engines, start_proxy: StartProxy) -> None:
-    proxy = await start_proxy(*WORKERS, offload=BOUNDS, timeouts=TIMEOUTS)
-    alone = await start_proxy(JUDGE, offload={"planner": "never", "params": {}}, timeouts=TIMEOUTS)
+    proxy = await start_proxy(*WORKERS, offload=BOUNDS)
+    alone = await start_proxy(JUDGE, offload={"planner": "never", "params": {}})
     bodies = requests(proxy)
     pulled_before = await engines.total(PULLED, *WORKERS)
-    offloaded = await say_all(proxy, bodies, AT_ONCE)
+    offloaded = await say_all(proxy, bodies, at_once=6)
     pulled = await engines.total(PULLED, *WORKERS) - pulled_before
     co_located = await say_all(alone, bodies, at_once=2)
 
@@ -74,7 +71,7 @@ async def test_offloaded_answers_are_those_of_a_co_located_engine(engines: Engin
     handed = [row for row in mine_rows if row["offload_reason"] == "chosen"]
     others = [row for row in mine_rows if row["offload_reason"] != "chosen"]
     assert len(others) <= FALLBACKS, [row["attempts"] for row in others]
-    assert all(row["offload_reason"].startswith(("fell_back_", "pair_broken")) for row in others)
+    assert all(row["offload_reason"].startswith("fell_back_") for row in others)
     assert all(row["prefill_instance"] != row["instance"] for row in handed)
     for mine, theirs in zip(offloaded, co_located, strict=True):
         assert mine.answer == theirs.answer

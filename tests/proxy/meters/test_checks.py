@@ -24,9 +24,10 @@ REPEAT = EngineSums(requests=1, prompt_tokens=1_000, predicted_tokens=500, repea
 class Rig:
     """Checks over two instances, a and b, whose events are followed; a clock that steps over both delays."""
 
-    def __init__(self, **meters: Any) -> None:
+    def __init__(self, *, ordered: bool = False, **meters: Any) -> None:
         instances = [
             {"name": name, "url": f"http://127.0.0.1:{port}", "events_url": f"tcp://127.0.0.1:{port + 1}"}
+            | {"priority_scheduling": ordered}
             for name, port in (("a", 7_000), ("b", 8_000))
         ]
         settings: Settings = load_settings(None, instances=instances, meters={"min_requests": 10, **meters})
@@ -121,9 +122,14 @@ def test_ledger_and_engine_that_differ_are_named_with_both_figures() -> None:
     assert rig.examine(4) == {"ledger_drift": {"b": "2 requests by the ledger, 40 by the engine"}}
 
 
-@pytest.mark.parametrize(("kept", "broken", "raised"), [(2, 8, True), (3, 7, False), (1, 8, False)])
-def test_an_engine_that_does_not_keep_the_order_is_named_with_its_pairs(kept: int, broken: int, raised: bool) -> None:
-    rig = Rig()
+@pytest.mark.parametrize(
+    ("ordered", "kept", "broken", "raised"),
+    [(True, 2, 8, True), (True, 3, 7, False), (True, 1, 8, False), (False, 0, 90, False)],
+)
+def test_an_engine_that_does_not_keep_the_order_is_named_with_its_pairs(
+    ordered: bool, kept: int, broken: int, raised: bool
+) -> None:
+    rig = Rig(ordered=ordered)
     rig.ledger.acquire("b", 1, 1, 0.0)
     rig.ledger.account("b").pairs.add(kept, broken)
     text = f"{broken} of {kept + broken} prompts that were to be overtaken were not"
