@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from array import array
 from pathlib import Path
 
@@ -73,6 +74,7 @@ def test_a_run_ends_after_the_judged_seconds_and_answers_are_cut() -> None:
         ("hand-offs-h100-4x", 1, 150, "78.3"),
         ("hand-offs-h100-4x-second", 2, 225, "90.1"),
         ("hand-offs-h100-4x-third", 2, 110, "90.1"),
+        ("hand-offs-h100-4x-fourth", 2, 225, "90.1"),
     ],
 )
 def test_the_commands_of_the_page_write_the_traces_of_its_records(
@@ -84,7 +86,7 @@ def test_the_commands_of_the_page_write_the_traces_of_its_records(
     output = tmp_path / "cell.jsonl"
     cell = ["--trace", "kct_raw", "--load", "0.8", "--pool", "4", "--fleet", "4", "--seed", str(seed)]
     cut = ["--warming-load", "0.5", "--output-tokens", "4096", "--judged-s", str(judged_s)]
-    engines = RESULTS / results.replace("third", "second") / "engines.yaml"
+    engines = RESULTS / re.sub("third|fourth", "second", results) / "engines.yaml"
     profile = ["--profile", str(engines)]
     done = CliRunner().invoke(app, [str(folder), str(output), *cell, *profile, *cut])
     assert done.exit_code == 0, done.output

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.routers.records import RequestFigures, read_records
+from bench.routers.records import read_records
 from bench.routers.table import lines_of
 from replayer.records.runs import RequestRecord
 
@@ -22,6 +22,7 @@ _PAGE = (_DOCS / "head-to-head.md").read_text(encoding="utf-8")
         ("hand-offs", "hand-offs-h100-2x", None, "warm"),
         ("own GPUs", "hand-offs-h100-4x", 78.3, "warm"),
         ("own GPUs, second", "hand-offs-h100-4x-second", 90.1, "warm"),
+        ("own GPUs, fourth", "hand-offs-h100-4x-fourth", 90.1, "warm"),
         ("order", "order-h100-4x", 48.9, "warm,slowdown=0"),
     ],
 )
@@ -86,31 +87,52 @@ def test_what_the_page_says_of_contexts_that_moved() -> None:
 
 
 def test_what_the_page_says_of_the_specialist_that_stays() -> None:
-    """The run with the corrected bound beside the same requests of the runs before."""
-    second = read_records(_DOCS / "results" / "hand-offs-h100-4x-second").values()
-    [third] = read_records(_DOCS / "results" / "hand-offs-h100-4x-third").values()
-    assert {"warmroute_prefill_specialists 1.0", "warmroute_recomputation_ratio 0.0"} <= set(third.evidence)
-    records = [each.record() for each in third.requests]
-    handed = [each.trace_timestamp_s for each in records if each.prefill_instance is not None]
-    assert (len(records), len(handed)) == (505, 26)
-    assert max(handed) == max(each.trace_timestamp_s for each in records)
-    compared = {(each.session_id, each.turn) for each in records if 90.1 <= each.trace_timestamp_s < 185}
-    assert f"Of the {len(compared)} requests planned from 90.1 to 185 s" in _PAGE
-    times = []
-    for run in [third, *(each for label in ("warm", "joint") for each in second if each.label == label)]:
-        same = [each for each in map(RequestFigures.record, run.requests) if (each.session_id, each.turn) in compared]
-        assert len(same) == len(compared)
-        ttft, e2e = (
-            np.array([getattr(each, name) for each in same]) for name in ("ttft_scheduled_s", "e2e_scheduled_s")
+    fourth = read_records(_DOCS / "results" / "hand-offs-h100-4x-fourth").values()
+    third = read_records(_DOCS / "results" / "hand-offs-h100-4x-third").values()
+    handed = {}
+    for run in [each for each in (*third, *fourth) if each.label == "joint"]:
+        assert {"warmroute_prefill_specialists 1.0", "warmroute_recomputation_ratio 0.0"} <= set(run.evidence)
+        requests = [each.record() for each in run.requests]
+        planned = [each.trace_timestamp_s for each in requests if each.prefill_instance is not None]
+        before_the_end_s = max(each.trace_timestamp_s for each in requests) - max(planned)
+        handed[len(requests), run.repeat] = len(planned), round(before_the_end_s)
+    assert handed == {(505, 0): (26, 0), (703, 0): (46, 2), (703, 1): (33, 2)}
+    assert sum(len(run.requests) for run in fourth if all(each.record().ok for each in run.requests)) == 2_812
+
+
+def test_what_the_page_says_of_those_that_were_handed_over() -> None:
+    warm: dict[str, list[RequestRecord]] = {}
+    joint: list[RequestRecord] = []
+    fresh: dict[str, set[int]] = {"warm": set(), "joint": set()}
+    left = 0
+    for run in read_records(_DOCS / "results" / "hand-offs-h100-4x-fourth").values():
+        every = [each.record() for each in run.requests]
+        records = [each for each in every if each.trace_timestamp_s >= 90.1]
+        fresh[run.label].add(
+            sum(2 * (each.cached_tokens or 0) < (each.own_prefix_tokens or 0) > 10_000 for each in records)
         )
-        times.append((np.quantile(ttft, 0.9), np.mean(ttft), np.mean(e2e)))
-    said = [
-        f"{name} {new:.2f} s ({w0:.2f}, {w1:.2f}; {j0:.2f}, {j1:.2f})"
-        for name, (new, w0, w1, j0, j1) in zip(
-            ("TTFT p90", "mean TTFT", "mean E2E"), zip(*times, strict=True), strict=True
-        )
-    ]
-    assert ", ".join(said) in _PAGE.replace("\n", " ")
+        if run.label == "warm":
+            for each in records:
+                warm.setdefault(each.request_id, []).append(each)
+        else:
+            joint += records
+            left += _left_a_busy_instance(every, since_s=90.1)
+    assert (fresh, left) == ({"warm": {59}, "joint": {47, 46}}, 34)
+    handed = [each for each in joint if each.prefill_instance is not None]
+    first = [each for each in handed if not each.own_prefix_tokens]
+    for name, group in (
+        ("first prompts of 100,000 tokens or more", [each for each in first if each.input_length >= 100_000]),
+        ("shorter first prompts", [each for each in first if each.input_length < 100_000]),
+        ("later turns, away from their context", [each for each in handed if each.own_prefix_tokens]),
+        ("not handed over", [each for each in joint if each.prefill_instance is None]),
+    ):
+        times = [
+            float(np.mean([getattr(each, metric) for own in group for each in of(own)]))
+            for metric in ("ttft_scheduled_s", "e2e_scheduled_s")
+            for of in (lambda own: [own], lambda own: warm[own.request_id])
+        ]
+        row = " | ".join(f"{each:.2f}" for each in times)
+        assert f"| {name} | {len(group):,} | {row} |" in _PAGE
 
 
 def test_what_the_page_says_of_an_order_of_prefills() -> None:
@@ -142,6 +164,30 @@ def _sent(record: RequestRecord) -> float:
     return record.sent_s
 
 
+def _left_a_busy_instance(records: list[RequestRecord], since_s: float) -> int:
+    """Later turns that were handed over while an instance with their context computed 20,000 tokens or more of another
+    prompt.
+    """
+    homes: dict[str, set[str | None]] = {}
+    count = 0
+    for record in sorted(records, key=_sent):
+        home = homes.setdefault(record.session_id, set())
+        if record.prefill_instance and record.own_prefix_tokens and record.trace_timestamp_s >= since_s:
+            count += _computes_a_long_prompt(records, record, home)
+        home |= {record.prefill_instance or record.instance, record.instance}
+    return count
+
+
+def _computes_a_long_prompt(records: list[RequestRecord], record: RequestRecord, home: set[str | None]) -> bool:
+    return any(
+        (other.prefill_instance or other.instance) in home
+        and _sent(other) < _sent(record) < (other.first_token_s or 0.0)
+        and other.input_length - (other.cached_tokens or 0) >= 20_000
+        for other in records
+        if other is not record
+    )
+
+
 def _moved_from_busy_instances(records: list[RequestRecord], until_s: float) -> tuple[int, int]:
     """Turns that were computed without 2,000 tokens or more of their context on another instance than it, and those of
     them that were sent while that instance computed 20,000 tokens or more of another prompt.
@@ -152,12 +198,6 @@ def _moved_from_busy_instances(records: list[RequestRecord], until_s: float) -> 
         where, home = record.prefill_instance or record.instance, homes.get(record.session_id, set())
         if home and (record.own_prefix_tokens or 0) - (record.cached_tokens or 0) > 2_000:
             moved += where not in home
-            busy += any(
-                (other.prefill_instance or other.instance) in home
-                and _sent(other) < _sent(record) < (other.first_token_s or 0.0)
-                and other.input_length - (other.cached_tokens or 0) >= 20_000
-                for other in records
-                if other is not record
-            )
+            busy += _computes_a_long_prompt(records, record, home)
         homes.setdefault(record.session_id, set()).update({where, record.instance})
     return moved, busy
