@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any, cast
@@ -14,43 +15,55 @@ import uvicorn
 from proxy.clients.bounded import BoundedProtocol
 from proxy.clients.bounds import ClientBounds
 from proxy.clients.listening import BoundedServer
-from proxy.settings import AdminSettings, TlsSettings
+from proxy.settings import AdminSettings
 
 _BACKLOG = 128
 _GRACE_S = 2
 """Seconds that running admin requests have after the proxy begins to shut down; most end at once, some never."""
 
-_HANDSHAKE_S = 10.0
-"""Not used without TLS."""
-
 
 @contextlib.asynccontextmanager
 async def admin_listener(
-    app: Any, bounds: ClientBounds, admin: AdminSettings, tls: TlsSettings, *, shared_port: bool = False
+    app: Any,
+    bounds: ClientBounds,
+    admin: AdminSettings,
+    context: ssl.SSLContext | None,
+    handshake_s: float,
+    *,
+    shared_port: bool = False,
 ) -> AsyncIterator[int]:
     """Serve ``app`` on the admin address (port 0: a free one) in the context; yields the port.
 
-    ``shared_port``: other processes listen on it too.
+    Args:
+        app: the application.
+        bounds: those of its clients.
+        admin: the address.
+        context: TLS context; None: plain HTTP.
+        handshake_s: bound on a TLS handshake.
+        shared_port: other processes listen on it too.
 
     Raises:
         OSError: the address cannot be bound.
     """
     assert admin.port is not None
     bound = _bind(admin.host, admin.port, shared=shared_port)
-    async with served(app, bounds, bound, tls):
+    async with served(app, bounds, bound, context, handshake_s):
         yield bound.getsockname()[1]
 
 
 @contextlib.asynccontextmanager
 async def served(
-    app: Any, bounds: ClientBounds, bound: socket.socket, tls: TlsSettings | None = None
+    app: Any,
+    bounds: ClientBounds,
+    bound: socket.socket,
+    context: ssl.SSLContext | None = None,
+    handshake_s: float = 10.0,
 ) -> AsyncIterator[None]:
     """Serve ``app`` on a bound socket in the context, and close it.
 
     Raises:
         OSError: it cannot be listened on.
     """
-    context = None if tls is None else tls.context()
     config = uvicorn.Config(
         app,
         http=cast(Any, partial(BoundedProtocol, bounds)),
@@ -63,7 +76,7 @@ async def served(
         timeout_graceful_shutdown=_GRACE_S,
         ssl_context_factory=None if context is None else lambda _config, _default: context,
     )
-    server = BoundedServer(config, _HANDSHAKE_S if tls is None else tls.handshake_s)
+    server = BoundedServer(config, handshake_s)
     # Signals are handled by the main listener; this server stops with it.
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
     task = asyncio.create_task(server.serve(sockets=[bound]), name="admin-listener")

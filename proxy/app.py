@@ -97,7 +97,14 @@ class _Endpoints:
             if admin.port is not None:
                 guarded = Guard(self.of_all, core.access, Listener.ADMIN)
                 core.admin_port = await stack.enter_async_context(
-                    admin_listener(guarded, core.clients, admin, core.settings.tls, shared_port=place is not None)
+                    admin_listener(
+                        guarded,
+                        core.clients,
+                        admin,
+                        core.certificate.context,
+                        core.settings.tls.handshake_s,
+                        shared_port=place is not None,
+                    )
                 )
             yield
 
@@ -150,6 +157,8 @@ async def _running(core: Core, operations: Operations, endpoints: _Endpoints) ->
             asyncio.create_task(ConditionWatch(core).run(), name="conditions"),
             asyncio.create_task(core.shadows.run(), name="shadows"),
         ]
+        if core.certificate.context is not None:
+            tasks.append(asyncio.create_task(core.certificate.watch(), name="certificate"))
         if core.sharing is not None:
             tasks.append(asyncio.create_task(core.sharing.run(), name="sharing"))
         try:

@@ -15,6 +15,7 @@ from proxy.access.tenants import Tenants
 from proxy.access_log import AccessLog
 from proxy.breakdown import Breakdown
 from proxy.clients.bounds import ClientBounds
+from proxy.clients.certificate import ListenerCertificate
 from proxy.clients.cors import Cors
 from proxy.clip import clip
 from proxy.discovery.status import DiscoveryStatus
@@ -144,6 +145,7 @@ class Core:
             self.sharing.others.on_load = self.admission.wake
         self.retries = RetryBudget(settings.limits)
         self.clients = ClientBounds(settings)
+        self.certificate = ListenerCertificate(settings.tls)
         self.cors = Cors(settings.cors)
         self.other_paths = OtherPaths(settings.pass_through.paths)
         self.versions = EngineVersions(self.instances, self.get)

@@ -38,7 +38,7 @@ def run(settings: Settings, load: Callable[[], Settings]) -> None:
 def server_config(settings: Settings, place: Place | None = None) -> uvicorn.Config:
     """uvicorn's configuration for a proxy; ``place``: among several workers, None: the only one."""
     app = ProxyApp(settings, place)
-    tls = settings.tls.context()
+    tls = app.core.certificate.context
     return uvicorn.Config(
         app,
         http=cast(Any, partial(ProxyProtocol, app.generation)),

@@ -118,7 +118,9 @@ class Reloader:
         self._log_changes(changes, dry_run)
         if dry_run or not any(change.live for change in changes):
             if not dry_run:
-                core.keys.reload(new.keys)  # the file with further keys is not part of the settings
+                # Neither the file with further keys nor that of the certificate is part of the settings.
+                core.keys.reload(new.keys)
+                core.certificate.look()
             result = Result.APPLIED if any(change.live for change in changes) else Result.UNCHANGED
             return ReloadReport(result, changes, dry_run=dry_run)
         added = self._apply(effective_settings(core.settings, new), changes, well)
@@ -158,6 +160,7 @@ class Reloader:
         """Apply the settings in one synchronous step. Returns the engines that are new in the fleet."""
         core, offload, limits = self._core, settings.offload, settings.limits
         core.keys.reload(settings.keys)
+        core.certificate.look()
         core.settings = settings
         core.tenants.apply(settings.fairness)
         core.access.apply(settings)

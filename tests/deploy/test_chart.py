@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 import yaml
 
 from proxy.discovery.kubernetes import PodInstances
@@ -276,6 +277,30 @@ def test_every_rank_is_an_instance_with_the_ports_that_the_engine_opens() -> Non
     assert len(set(declared.values())) == 25
     # Kubernetes refuses longer names of ports; the schemas do not.
     assert max(map(len, declared)) <= 15
+
+
+def test_a_secret_with_a_certificate_puts_the_proxy_behind_tls(tmp_path: Path) -> None:
+    found = rendered({"proxy": {"tlsSecret": "certificate", "settings": {"tls": {"min_version": "1.3"}}}})
+    validate(found)
+    spec = found["Deployment", "warmroute"]["spec"]["template"]["spec"]
+    (proxy,) = spec["containers"]
+    [mount] = [each for each in proxy["volumeMounts"] if each["name"] == "tls"]
+    assert "subPath" not in mount  # the kubelet never renews a file that is mounted by itself
+    [volume] = [each for each in spec["volumes"] if each["name"] == "tls"]
+    assert volume["secret"]["secretName"] == "certificate"
+    assert {proxy[name]["httpGet"]["scheme"] for name in ("startupProbe", "livenessProbe", "readinessProbe")} == {
+        "HTTPS"
+    }
+    issued = trustme.CA().issue_cert("warmroute")
+    issued.private_key_pem.write_to_path(tmp_path / "tls.key")
+    issued.cert_chain_pems[0].write_to_path(tmp_path / "tls.crt")
+    written = found["ConfigMap", "warmroute"]["data"]
+    written["proxy.yaml"] = written["proxy.yaml"].replace(mount["mountPath"], str(tmp_path))
+    tls = settings_of(found, tmp_path).tls
+    assert (tls.certificate, tls.key, tls.min_version) == (tmp_path / "tls.crt", tmp_path / "tls.key", "1.3")
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        chart.render({"proxy": {"tlsSecret": "certificate", "settings": {"tls": {"certificate": "/a", "key": "/b"}}}})
+    assert "proxy.tlsSecret: it has the certificate" in caught.value.stderr
 
 
 @pytest.mark.parametrize("budget", [{"maxUnavailable": 1}, {"minAvailable": "60%"}])

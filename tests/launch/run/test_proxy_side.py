@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import os
+import shutil
 import signal
 import ssl
 from collections.abc import AsyncIterator, Callable
@@ -171,6 +172,31 @@ async def test_another_certificate_of_the_same_authority_is_refused(tls: Certifi
     async with server:
         with pytest.raises(RowsRefusedError, match="CERTIFICATE_VERIFY_FAILED"):
             await instance_rows(access)
+
+
+async def test_a_renewed_certificate_is_trusted_beside_the_one_before(tls: Certificates, tmp_path: Path) -> None:
+    chain, key = [Path(shutil.copy(tls.settings[each], tmp_path)) for each in ("certificate", "key")]
+    fleet = fleet_with(tls={"certificate": str(chain), "key": str(key)})
+    access = ProxyAccess(fleet)
+    access.read_certificate()
+    before, after = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    before.load_cert_chain(chain, key)
+    renewed = tls.authority.issue_cert("proxy.example.com")
+    renewed.configure_cert(after)
+    chain.write_text("-----BEGIN CERTIFICATE-----\nhalf")
+    for written in (False, True):
+        if written:
+            renewed.cert_chain_pems[0].write_to_path(chain)
+        for context, trusted in ((before, True), (after, written)):
+            server = await asyncio.start_server(
+                lambda _, writer: writer.close(), "127.0.0.1", fleet.proxy_port, ssl=context
+            )
+            async with server:
+                if trusted:
+                    assert await instance_rows(access) == []  # no answer, but no refusal
+                else:
+                    with pytest.raises(RowsRefusedError, match="CERTIFICATE_VERIFY_FAILED"):
+                        await instance_rows(access)
 
 
 def test_a_certificate_file_that_is_gone_is_named(tls: Certificates, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from proxy.access.keys import Keys
 from proxy.access.rules import Access, Listener, Side, admin_key_of, side_of
 from proxy.admin_listener import admin_listener
 from proxy.errors import RequestError
-from proxy.settings import AdminSettings, TlsSettings, load_settings
+from proxy.settings import AdminSettings, load_settings
 from tests.proxy.access.test_keys import ADMIN, KEY, KEYS, OK, bearer
 from tests.proxy.conftest import Running, StartProxy, serving
 
@@ -234,7 +234,7 @@ async def test_the_admin_listener_ends_with_the_proxy_and_says_when_its_port_is_
     port, bounds = proxy.core.admin_port, proxy.core.clients
     assert port
     with pytest.raises(OSError, match=f"admin.host 127.0.0.1, admin.port {port}"):
-        async with admin_listener(proxy.core.access, bounds, AdminSettings(port=port), TlsSettings()):
+        async with admin_listener(proxy.core.access, bounds, AdminSettings(port=port), None, 10.0):
             raise AssertionError("two listeners on one port")
     async with admin_client(proxy) as admin:
         assert (await admin.get("/stats")).status_code == 200
@@ -244,7 +244,7 @@ async def test_the_admin_listener_ends_with_the_proxy_and_says_when_its_port_is_
     async with serving(settings) as (app, _):
         other = app.core.admin_port
         assert other
-    async with admin_listener(proxy.core.access, bounds, AdminSettings(port=other), TlsSettings()) as taken:
+    async with admin_listener(proxy.core.access, bounds, AdminSettings(port=other), None, 10.0) as taken:
         assert taken == other
 
 

@@ -137,6 +137,67 @@ async def test_the_admin_listener_uses_tls_too(start_proxy: StartProxy, certific
             await plain.get(f"http://127.0.0.1:{proxy.core.admin_port}/instances")
 
 
+async def test_a_renewed_certificate_serves_new_connections(
+    start_proxy: StartProxy, certificates: Certificates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by a reload and by the regular look; the connections that are open go on."""
+    monkeypatch.setattr("proxy.clients.certificate.LOOK_S", 0.02)
+    proxy = await start_proxy(1, tls=tls(certificates), admin={"port": 0})
+    ports = (int(proxy.url.rsplit(":", 1)[1]), proxy.core.admin_port)
+    assert {await shown(certificates, port) for port in ports} == {on_disk(certificates)}
+    async with secure(proxy, certificates.trusting()) as client:
+        assert (await client.get("/health")).status_code == 200
+        renew(certificates)
+        await until_shown(certificates, ports)
+        assert (await client.get("/health")).status_code == 200
+
+
+async def test_a_reload_takes_a_renewed_certificate_at_once(
+    start_proxy: StartProxy, certificates: Certificates
+) -> None:
+    proxy = await start_proxy(1, tls=tls(certificates))
+    port = int(proxy.url.rsplit(":", 1)[1])
+    proxy.operations.reloader.load = lambda: proxy.core.settings
+    before = on_disk(certificates)
+    renew(certificates)
+    await proxy.operations.reloader.reload(dry_run=True)
+    assert await shown(certificates, port) == before
+    await proxy.operations.reloader.reload()
+    assert await shown(certificates, port) == on_disk(certificates) != before
+
+
+async def test_a_certificate_without_its_key_yet_changes_nothing(
+    start_proxy: StartProxy, certificates: Certificates, caplog: pytest.LogCaptureFixture
+) -> None:
+    proxy = await start_proxy(1, tls=tls(certificates))
+    port, before = int(proxy.url.rsplit(":", 1)[1]), on_disk(certificates)
+    key = renew(certificates, with_key=False)
+    for _ in range(3):
+        proxy.core.certificate.look()
+    assert await shown(certificates, port) == before
+    [warning] = [each.getMessage() for each in caplog.records if each.name == "warmroute.tls"]
+    assert warning.startswith("TLS continues with the certificate that was read before: tls.certificate ")
+    certificates.key.unlink()
+    proxy.core.certificate.look()
+    assert await shown(certificates, port) == before
+    certificates.key.write_bytes(key)
+    proxy.core.certificate.look()
+    assert await shown(certificates, port) == on_disk(certificates) != before
+
+
+async def test_an_authority_that_is_added_is_accepted(start_proxy: StartProxy, certificates: Certificates) -> None:
+    proxy = await start_proxy(1, tls=tls(certificates, client_ca=certificates.ca))
+    newcomer, authority = certificates.trusting(), trustme.CA()
+    authority.issue_cert("agent").configure_cert(newcomer)
+    async with secure(proxy, newcomer) as client:
+        with pytest.raises(httpx.TransportError):
+            await client.get("/health")
+    authority.cert_pem.write_to_path(certificates.ca, append=True)
+    proxy.core.certificate.look()
+    async with secure(proxy, newcomer) as client:
+        assert (await client.get("/health")).status_code == 200
+
+
 async def test_handshakes_that_stall_are_ended(start_proxy: StartProxy, certificates: Certificates) -> None:
     """A client that connects and says nothing, and one that sends a byte of the handshake now and then."""
     proxy = await start_proxy(1, tls=tls(certificates, handshake_s=0.5), admin={"port": 0})
@@ -250,3 +311,38 @@ def test_unusable_files_are_named(certificates: Certificates, tmp_path: Path) ->
         with pytest.raises(SettingsError) as caught:
             load_settings(None, instances=[{"url": "http://a"}], tls=wrong)
         assert says in str(caught.value)
+
+
+def renew(certificates: Certificates, *, with_key: bool = True) -> bytes:
+    """Write another certificate of the authority to the files, and its key, which is returned."""
+    issued = certificates.authority.issue_cert("127.0.0.1", "localhost")
+    key = issued.private_key_pem.bytes()
+    if with_key:
+        certificates.key.write_bytes(key)
+    certificates.certificate.write_bytes(issued.cert_chain_pems[0].bytes())
+    return key
+
+
+def on_disk(certificates: Certificates) -> bytes:
+    return ssl.PEM_cert_to_DER_cert(certificates.certificate.read_text())
+
+
+async def shown(certificates: Certificates, port: int | None) -> bytes:
+    """The certificate that a new connection is shown."""
+    _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=certificates.trusting())
+    try:
+        found: bytes = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+        return found
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+
+async def until_shown(certificates: Certificates, ports: tuple[int | None, ...]) -> None:
+    """Wait until all ports show the certificate that is in the file."""
+    for _ in range(1500):
+        if {await shown(certificates, port) for port in ports} == {on_disk(certificates)}:
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError("the certificate was not renewed in 30 s")

@@ -78,5 +78,6 @@ helm.sh/chart: {{ (index . 0).Chart.Name }}-{{ (index . 0).Chart.Version }}
 {{- $needed := dict "host" "0.0.0.0" "port" 9090 "discovery" $discovery -}}
 {{- if .Values.proxy.keysSecret }}{{ $_ := set $needed "keys" (dict "file" "/etc/warmroute/keys/keys.yaml") }}{{ end -}}
 {{- if .Values.engineKey.secret }}{{ $_ := set $needed "engine_key_env" "ENGINE_KEY" }}{{ end -}}
+{{- if .Values.proxy.tlsSecret }}{{ $_ := set $needed "tls" (mergeOverwrite (deepCopy ($settings.tls | default dict)) (dict "certificate" "/etc/warmroute/tls/tls.crt" "key" "/etc/warmroute/tls/tls.key")) }}{{ end -}}
 {{- toYaml (mergeOverwrite $settings $needed) }}
 {{- end }}
