@@ -321,7 +321,11 @@ def _print_plan(fleet: FleetFile, directory: Path, with_proxy: bool) -> None:
     if with_proxy:
         specs.append(proxy_spec(fleet, directory / PROXY_CONFIG))
     for spec in specs:
-        own = {**spec.environment, **{name: spec.complete_environment({})[name] for name in spec.search_paths}}
+        own = {
+            **spec.default_environment,
+            **spec.environment,
+            **{name: spec.complete_environment({})[name] for name in spec.search_paths},
+        }
         given = {name: shlex.quote(value) for name, value in own.items()}
         for name in spec.search_paths.keys() - spec.environment.keys():
             given[name] += f"${{{name}:+:${name}}}"  # the shell's own directories follow

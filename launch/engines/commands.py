@@ -27,6 +27,8 @@ class ProcessSpec:
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables added to the launcher's own environment."""
+    default_environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables added where the launcher's own environment does not have them."""
     drop_environment_prefix: str | None = None
     """Variables of the launcher's environment that the process must not see, by the start of their names."""
     drop_environment: tuple[str, ...] = ()
@@ -43,11 +45,12 @@ class ProcessSpec:
     def complete_environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
         """All variables of the process: the inherited ones that it may see, its own, its search paths."""
         prefix = self.drop_environment_prefix
-        variables = {
+        seen = {
             name: value
             for name, value in inherited.items()
             if name not in self.drop_environment and not (prefix and name.startswith(prefix))
         }
+        variables = {**self.default_environment, **seen}
         variables.update(self.environment)
         for name, directories in self.search_paths.items():
             variables[name] = ":".join([*directories, *filter(None, [variables.get(name)])])
@@ -63,6 +66,10 @@ class EngineKind(Protocol):
 
     def environment(self, fleet: FleetFile, index: int) -> dict[str, str]:
         """Variables instance ``index`` needs beyond the fleet file's own."""
+        ...
+
+    def default_environment(self, fleet: FleetFile, index: int) -> Mapping[str, str]:
+        """Variables of instance ``index`` where neither the fleet file nor the inherited environment has them."""
         ...
 
     def dropped_environment(self, fleet: FleetFile, index: int) -> tuple[str, ...]:
@@ -108,6 +115,10 @@ class SimEngine:
         """No variables: flags carry all settings."""
         return {}
 
+    def default_environment(self, fleet: FleetFile, index: int) -> Mapping[str, str]:
+        """None."""
+        return {}
+
     def dropped_environment(self, fleet: FleetFile, index: int) -> tuple[str, ...]:
         """Nothing."""
         return ()
@@ -139,6 +150,7 @@ def engine_specs(fleet: FleetFile) -> list[ProcessSpec]:
             kind=fleet.kind,
             command=kind.command(fleet, member.index),
             environment={**kind.environment(fleet, member.index), **member.env},
+            default_environment=kind.default_environment(fleet, member.index),
             drop_environment=kind.dropped_environment(fleet, member.index),
             search_paths=kind.search_paths(fleet, member.index),
             ready_urls=kind.ready_urls(fleet, member.index),

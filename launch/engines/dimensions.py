@@ -12,7 +12,7 @@ from launch.engines.vllm import resolve_model
 from launch.fleet.fabric import least_write_bytes
 from launch.fleet.file import FleetFile
 from launch.fleet.members import Member
-from launch.fleet.pieces import Pieces, queued_pieces, too_many_pieces
+from launch.fleet.pieces import TCP_QUEUE, Pieces, queued_pieces, too_many_pieces
 from policies.types import Role, Transport
 
 _DEFAULT_BLOCK_TOKENS = {"cpu": 128}
@@ -70,7 +70,7 @@ def tcp_warnings(fleet: FleetFile, inherited: Mapping[str, str] | None = None) -
         if member.role is Role.NONE or member.vllm.transfer.protocol is not Transport.TCP:
             continue
         pieces = pieces_of(member)
-        limit = queued_pieces({**(os.environ if inherited is None else inherited), **member.env})
+        limit = queued_pieces({**TCP_QUEUE, **(os.environ if inherited is None else inherited), **member.env})
         if pieces is not None and (problem := too_many_pieces(pieces, limit)) is not None:
             found["; ".join(problem)] = None
     return list(found)

@@ -13,6 +13,7 @@ from launch.fleet.checks import ALLOCATOR_VARIABLES, NVLINK_VARIABLE
 from launch.fleet.fabric import fabric_environment, library_directories
 from launch.fleet.file import FleetFile
 from launch.fleet.members import Member
+from launch.fleet.pieces import TCP_QUEUE
 from policies.types import Role, Transport
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -88,6 +89,12 @@ class VllmEngine:
         if member.role is not Role.NONE:
             variables |= _transfer_environment(fleet, member)
         return variables
+
+    def default_environment(self, fleet: FleetFile, index: int) -> Mapping[str, str]:
+        """A larger queue of pieces where KV moves over TCP."""
+        member = fleet.members[index]
+        over_tcp = member.role is not Role.NONE and member.vllm.transfer.protocol is Transport.TCP
+        return TCP_QUEUE if over_tcp else {}
 
     def dropped_environment(self, fleet: FleetFile, index: int) -> tuple[str, ...]:
         """Inherited variables that would change how instance ``index`` moves KV.

@@ -18,6 +18,13 @@ _QUEUED_PIECES_0_3_13 = 2_048
 """The same for 0.3.13: 2,050 were taken and 2,500 refused."""
 _LARGEST_QUEUE_0_3_13 = 65_535
 """A larger setting of `QUEUE_VARIABLE` is ignored by 0.3.13."""
+TCP_QUEUE: Mapping[str, str] = {
+    QUEUE_VARIABLE: str(_LARGEST_QUEUE_0_3_13),
+    "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": str(_LARGEST_QUEUE_0_3_13),
+    "MC_TCP_ADMISSION_TIMEOUT_MS": "60000",
+}
+"""Variables of engines that the launcher starts for TCP: the largest queue of 0.3.13, and pieces beyond it wait for a
+minute instead of a second. On busy processors a hand-off is late by more than that second, and then refused."""
 _LARGE_BLOCK = 128
 _LARGE_QUEUE = 1_000_000
 

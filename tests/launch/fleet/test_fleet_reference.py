@@ -58,7 +58,8 @@ def test_the_guide_gives_each_transport_its_environment() -> None:
         assert config["kv_connector_extra_config"]["mooncake_protocol"] == mooncake.strip("`")
         assert tuple(re.findall(r"without `(\w+)`", environment)) == spec.drop_environment
         for name, value in re.findall(r"`(\w+)=(\w+)`", environment):
-            assert spec.environment[name] == value
+            assert {**spec.default_environment, **spec.environment}[name] == value
+        assert set(spec.default_environment) <= set(re.findall(r"`(\w+)=\w+`", environment))
 
 
 def test_the_guide_s_example_is_a_fleet() -> None:

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from launch.__main__ import app
 from launch.doctor.facts import EnginePython
 from launch.doctor.probe import gather
+from launch.engines.commands import engine_specs
 from launch.engines.dimensions import tcp_warnings
 from launch.fleet.file import FleetFile, parse_fleet
 from launch.fleet.pieces import QUEUE_VARIABLE, QUEUED_PIECES, Pieces, queued_pieces, too_many_pieces
@@ -80,19 +81,19 @@ def a_fleet(folder: Path, config: dict[str, Any] | None = None, **values: Any) -
 
 def test_up_warns_once_of_prompts_that_do_not_fit(tmp_path: Path) -> None:
     [warning] = tcp_warnings(a_fleet(tmp_path, QWEN3_CODER), {})
-    assert "prompts longer than 10,832 tokens" in warning
-    assert "longer than 86,656" in tcp_warnings(a_fleet(tmp_path, vllm={"block_size": 128}), {})[0]
+    assert "prompts longer than 10,912 tokens" in warning
+    assert "longer than 87,296" in tcp_warnings(a_fleet(tmp_path, vllm={"block_size": 128}), {})[0]
     assert "262,144 tokens are" in tcp_warnings(a_fleet(tmp_path, vllm={"max_model_len": None}), {})[0]
 
 
 @pytest.mark.parametrize(
     "values",
     [
-        {"vllm": {"block_size": 128, "max_model_len": 86_656}},
+        {"vllm": {"block_size": 128, "max_model_len": 87_296}},
         {"vllm": {"transfer": {"protocol": "rdma"}}},
         {"vllm": {"transfer": {"protocol": "nvlink"}}},
         {"env": {QUEUE_VARIABLE: "1000000"}},
-        {"vllm": {"device": "cpu", "max_model_len": 86_656}},  # blocks of 128 tokens by default
+        {"vllm": {"device": "cpu", "max_model_len": 87_296}},  # blocks of 128 tokens by default
     ],
 )
 def test_up_does_not_warn_where_it_fits(tmp_path: Path, values: dict[str, Any]) -> None:
@@ -113,13 +114,29 @@ def test_the_inherited_environment_counts(tmp_path: Path) -> None:
     assert tcp_warnings(a_fleet(tmp_path, QWEN3_CODER), {QUEUE_VARIABLE: "1000000"}) == []
 
 
+@pytest.mark.parametrize("protocol", ["tcp", "nvlink", "rdma"])
+def test_engines_over_tcp_get_a_larger_queue_unless_it_is_given(tmp_path: Path, protocol: str) -> None:
+    def queue(inherited: dict[str, str], **values: Any) -> list[str | None]:
+        specs = engine_specs(a_fleet(tmp_path, vllm={"transfer": {"protocol": protocol}}, **values))
+        return [spec.complete_environment(inherited).get(QUEUE_VARIABLE) for spec in specs]
+
+    assert queue({}) == ["65535" if protocol == "tcp" else None] * 2
+    assert queue({QUEUE_VARIABLE: "70000"}) == ["70000"] * 2
+    assert queue({QUEUE_VARIABLE: "70000"}, env={QUEUE_VARIABLE: "1000000"}) == ["1000000"] * 2
+
+
+def test_engines_without_a_connector_get_no_queue(tmp_path: Path) -> None:
+    values = {"kind": "vllm", "count": 1, "model": str(tmp_path), "role": "none"}
+    assert [dict(spec.default_environment) for spec in engine_specs(parse_fleet(values))] == [{}]
+
+
 def test_a_dry_run_shows_the_warning(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_CODER))
     settings = ["vllm.transfer.protocol=tcp", "vllm.block_size=16", f"model={tmp_path}"]
     arguments = [part for setting in settings for part in ("--set", setting)]
     done = CliRunner().invoke(app, ["up", "elastic-2x-kv-both", "--dry-run", "--no-proxy", *arguments])
     assert done.exit_code == 0
-    assert "warning: over TCP, prompts longer than 10,832 tokens" in done.output
+    assert "warning: over TCP, prompts longer than 10,912 tokens" in done.output
 
 
 def test_the_doctor_knows_the_version_of_mooncake() -> None:
