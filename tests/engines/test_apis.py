@@ -86,6 +86,29 @@ async def test_responses_are_the_engines_own(engines: Engines, start_proxy: Star
     assert row["actual_cached_tokens"] > usage["input_tokens"] / 2
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_hit_rates_are_learned_from_streams_whose_client_declines_usage(
+    start_proxy: StartProxy, path: str
+) -> None:
+    """The proxy repeats the field with its own value, and the engine's JSON reader takes the last one."""
+    proxy = await start_proxy(0)
+    text = fresh_text(4000)
+    prompt = {"prompt": text} if path == "/v1/completions" else {"messages": [{"role": "user", "content": text}]}
+    body = {"model": "tiny", "max_tokens": 8, "temperature": 0, "ignore_eos": True, **prompt}
+    plain = await proxy.client.post(path, json=body)
+    usage = plain.json()["usage"]
+    assert usage["completion_tokens"] == 8
+    streamed = {**body, "stream": True, "stream_options": {"include_usage": False}}
+    answer = await proxy.client.post(path, json=streamed)
+    assert answer.status_code == 200
+    assert answer.text.rstrip().endswith("data: [DONE]")
+    assert '"usage":{' not in answer.text.replace(" ", "")
+    row = await row_of(proxy, answer)
+    assert (row["prompt_tokens"], row["completion_tokens"]) == (usage["prompt_tokens"], 8)
+    # The engine had computed the prompt for the first request.
+    assert row["actual_cached_tokens"] > usage["prompt_tokens"] / 2
+
+
 async def test_a_stored_response_is_continued_read_and_cancelled_where_it_is(
     engines: Engines, start_proxy: StartProxy
 ) -> None:
