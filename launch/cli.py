@@ -37,6 +37,13 @@ RunDir = Annotated[
     typer.Option(help="Run directory of the fleet. Default: the only one under runs/ that runs.", show_default=False),
 ]
 
+Running = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="FLEET", help="Fleet file as given to `up`. Default: the only one that runs.", show_default=False
+    ),
+]
+
 
 def up(
     fleet_file: Annotated[
@@ -126,6 +133,7 @@ def up(
 
 
 def status(
+    fleet: Running = None,
     run_dir: RunDir = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the state file's contents as JSON.")] = False,
 ) -> None:
@@ -136,7 +144,7 @@ def status(
     import msgspec
     from rich.console import Console
 
-    state, directory = _state(run_dir)
+    state, directory = _state(run_dir, fleet)
     if as_json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(state), indent=2).decode() + "\n")
     else:
@@ -144,7 +152,7 @@ def status(
     raise typer.Exit(0 if state.supervised and len(state.running) == len(state.processes) else 3)
 
 
-def down(run_dir: RunDir = None) -> None:
+def down(fleet: Running = None, run_dir: RunDir = None) -> None:
     """Stop a fleet that `up` started in another shell.
 
     Requests in progress have the proxy's grace period; `down` again meanwhile stops the fleet at once.
@@ -152,7 +160,7 @@ def down(run_dir: RunDir = None) -> None:
     from launch.run.processes import kill_marked, marked
     from launch.run.state import read_state
 
-    state, directory = _state(run_dir)
+    state, directory = _state(run_dir, fleet)
     count = len(state.running)
     if not state.supervised and not count and not marked(state.marks):
         typer.echo(f"{directory}: nothing is running")
@@ -341,11 +349,13 @@ def _print_plan(fleet: FleetFile, directory: Path, with_proxy: bool) -> None:
         typer.echo(f"warning: {problem}", err=True)
 
 
-def _state(run_dir: Path | None) -> tuple[FleetRecord, Path]:
+def _state(run_dir: Path | None, fleet: str | None) -> tuple[FleetRecord, Path]:
     from launch.run.state import StateError, find_run_dir, read_state
 
+    if run_dir is not None and fleet is not None:
+        _stop("give FLEET or --run-dir, not both")
     try:
-        directory = run_dir or find_run_dir(RUNS)
+        directory = run_dir or find_run_dir(RUNS, fleet)
         return read_state(directory), directory
     except StateError as error:
         _stop(str(error))

@@ -154,12 +154,17 @@ def read_state(run_dir: Path) -> FleetRecord:
     return state
 
 
-def find_run_dir(root: Path) -> Path:
+def find_run_dir(root: Path, fleet: str | None = None) -> Path:
     """The one run directory under ``root`` in which something still runs.
+
+    Args:
+        root: folder of run directories.
+        fleet: only fleets of this file, as it is given to `up`: its name or its path.
 
     Raises:
         StateError: there is none, or several.
     """
+    wanted = None if fleet is None else Path(fleet).stem
     live = []
     for path in sorted(root.glob(f"*/{STATE_FILE}")):
         try:
@@ -167,9 +172,14 @@ def find_run_dir(root: Path) -> Path:
         except StateError:
             continue
         if state.supervised or state.running:
-            live.append(path.parent)
-    if not live:
-        raise StateError(f"no fleet is running from a directory under {root}/; give its run directory with --run-dir")
-    if len(live) > 1:
-        raise StateError(f"several fleets are running: choose one with --run-dir: {', '.join(map(str, live))}")
-    return live[0]
+            live.append((path.parent, Path(state.fleet).stem))
+    found = [directory for directory, name in live if wanted in {None, name}]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise StateError(f"several fleets are running: choose one with --run-dir: {', '.join(map(str, found))}")
+    others = f"; running: {', '.join(sorted(name for _, name in live))}" if live else ""
+    which = "" if fleet is None else f" {fleet!r}"
+    raise StateError(
+        f"no fleet{which} is running from a directory under {root}/{others}; give its run directory with --run-dir"
+    )

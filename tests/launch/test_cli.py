@@ -247,3 +247,9 @@ def test_nothing_to_look_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         code, output = cli(command)
         assert code == 2
         assert "no fleet is running" in output
+        code, output = cli(command, "sim-4x")
+        assert code == 2
+        assert "no fleet 'sim-4x' is running" in output
+        code, output = cli(command, "sim-4x", "--run-dir", str(tmp_path))
+        assert code == 2
+        assert "give FLEET or --run-dir, not both" in output

@@ -218,7 +218,7 @@ def test_state_files(tmp_path: Path) -> None:
     assert mine is not None
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-        state = FleetRecord(fleet="f", supervisor_pid=os.getpid(), supervisor_created_unix_s=mine)
+        state = FleetRecord(fleet=f"/fleets/{name}.yaml", supervisor_pid=os.getpid(), supervisor_created_unix_s=mine)
         state.processes.append(
             ProcessState(name="inst-0", kind="sim", pid=os.getpid(), created_unix_s=mine - 99, url="u", log="l")
         )
@@ -229,6 +229,9 @@ def test_state_files(tmp_path: Path) -> None:
             assert find_run_dir(tmp_path) == tmp_path / "one"
     with pytest.raises(StateError, match="several fleets are running"):
         find_run_dir(tmp_path)
+    assert {find_run_dir(tmp_path, each).name for each in ("one", "one.yaml", "elsewhere/one.yaml")} == {"one"}
+    with pytest.raises(StateError, match=r"no fleet 'three' is running .*; running: one, two; give its run directory"):
+        find_run_dir(tmp_path, "three")
     (tmp_path / "one" / "state.json").write_text("{}")
     with pytest.raises(StateError, match="not a state file"):
         read_state(tmp_path / "one")
