@@ -27,6 +27,7 @@ from proxy.events.subscriber import EventSubscriber
 from proxy.fleet.instances import Instance, Instances
 from proxy.fleet.model_lists import ModelLists
 from proxy.fleet.reachability import outage
+from proxy.fleet.stalls import StallWatch
 from proxy.fleet.versions import EngineVersions
 from proxy.handoff.abandoned import AbandonedPulls
 from proxy.handoff.leaks import LeakWatch
@@ -129,6 +130,7 @@ class Core:
         self.normalizer = Normalizer(settings.normalize)
         self.cache_killers = CacheKillers(settings.cache_killers, settings.index.text_block_bytes)
         self.leaks = LeakWatch(self.instances, settings.offload.leak_share)
+        self.stalls = StallWatch(self.instances, settings.health.stalled_after_s, self._cut)
         self.abandoned = AbandonedPulls(self.leaks, settings.offload.abandoned_s)
         state, shares = self.router.state, self.router.routing.gate.shares
         self.admission = Admission(settings.limits, self.instances, self.router, state.ledger, shares)
@@ -230,6 +232,9 @@ class Core:
     def is_base_model(self, name: str) -> bool:
         """True if the engines that list ``name`` list it as a base model, not as an adapter."""
         return self.instances.served.is_base(name)
+
+    def _cut(self, url: str, why: str) -> None:
+        self.upstream.cut(url, why)
 
     def _is_served(self, name: str) -> bool:
         """True if an engine lists a model by this name."""

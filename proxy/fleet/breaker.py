@@ -157,6 +157,13 @@ class Breaker:
         self._open(now_s, reason, refused)
         return True
 
+    def stop(self, now_s: float, why: str) -> bool:
+        """Open for a reason that counts of failures do not show. True unless it was open."""
+        if self.state is BreakerState.OPEN:
+            return False
+        self._open(now_s, why, refused=False)
+        return True
+
     def doubt(self, now_s: float) -> None:
         """Another replica's breaker of this engine has opened: for ``open_s``, the next failure opens this one too."""
         self._doubted_until_s = now_s + self._settings.open_s

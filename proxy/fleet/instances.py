@@ -309,6 +309,12 @@ class Instances:
                 each.good_probes_in_a_row = 0
                 self._update(each)
 
+    def stopped(self, instance: Instance, why: str) -> None:
+        """Record that an engine computes nothing although it answers: its breaker opens."""
+        instance.last_error = why
+        if instance.breaker.stop(time.monotonic(), why):
+            self._update(instance)
+
     def probed(self, which: Instance | str) -> None:
         """Record a successful probe."""
         instance = self._current(which)

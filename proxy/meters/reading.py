@@ -18,7 +18,8 @@ from proxy.meters.engine import COUNTERS
 _RUNNING, _WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
 _USAGE, _CONFIG = "vllm:kv_cache_usage_perc", "vllm:cache_config_info"
 _STARTED = "process_start_time_seconds"
-_WANTED = (_RUNNING, _WAITING, _USAGE, _CONFIG, _STARTED, *COUNTERS)
+_GENERATED = "vllm:generation_tokens"
+_WANTED = (_RUNNING, _WAITING, _USAGE, _CONFIG, _STARTED, _GENERATED, *COUNTERS)
 
 
 class EngineFigures(NamedTuple):
@@ -36,6 +37,14 @@ class EngineFigures(NamedTuple):
     """``enable_prefix_caching`` as it is written."""
     counters: Mapping[str, float] = MappingProxyType({})
     """By the names of `COUNTERS`."""
+    generated_tokens: float | None = None
+
+    @property
+    def of_steps(self) -> tuple[object, ...]:
+        """All that changes with the engine's steps; empty where it does not report its output."""
+        if self.generated_tokens is None:
+            return ()
+        return self.running, self.waiting, self.kv_usage, self.generated_tokens, *self.counters.values()
 
 
 class MetricsReading:
@@ -73,7 +82,7 @@ class MetricsReading:
 
 def _complete(figures: EngineFigures, samples: Iterable[Sample], ranks: int) -> EngineFigures:
     running, waiting = _values(samples, _RUNNING), _values(samples, _WAITING)
-    usage = _values(samples, _USAGE)
+    usage, generated = _values(samples, _USAGE), _values(samples, f"{_GENERATED}_total")
     config = next((sample.labels for sample in samples if sample.name == _CONFIG), {})
     size, blocks = config.get("block_size", ""), config.get("num_gpu_blocks", "")
     known = size.isdigit() and blocks.isdigit()
@@ -86,6 +95,7 @@ def _complete(figures: EngineFigures, samples: Iterable[Sample], ranks: int) -> 
         blocks=int(blocks) // ranks if known else None,
         caching=config.get("enable_prefix_caching"),
         counters={name: sum(values) for name, values in counters.items() if values},
+        generated_tokens=sum(generated) if generated else None,
     )
 
 

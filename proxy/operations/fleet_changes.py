@@ -218,6 +218,7 @@ class FleetChanges:
         held = core.router.state.holds.held_tokens_reader(name)
         legs = core.router.state.remove_instance(name)
         core.leaks.forget(name)
+        core.stalls.restarted(name)
         core.meters.forget(name)
         new = self.insert(settings, source)
         old.draining = True
@@ -341,6 +342,7 @@ class FleetChanges:
         legs = core.router.state.remove_instance(name)
         core.instances.remove(name)
         core.leaks.forget(name)
+        core.stalls.restarted(name)
         core.meters.forget(name)
         return legs
 

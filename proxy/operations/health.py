@@ -134,6 +134,9 @@ class HealthMonitor:
         instance.running = instance.running if figures.running is None else figures.running
         instance.waiting = instance.waiting if figures.waiting is None else figures.waiting
         self._saw_start(instance, figures)
+        # Not the number of requests: D has nothing to compute while P prefills for it.
+        pending_tokens = self._core.router.state.ledger.account(instance.name).pending_prefill_tokens
+        self._core.stalls.observe(instance, figures.of_steps, pending_tokens)
         if figures.block_tokens is not None and figures.blocks is not None:
             self._saw_pool(instance, figures.block_tokens, figures.blocks)
         short = self._core.short_load.requests(instance.name)
@@ -194,6 +197,7 @@ class HealthMonitor:
         instance.engine_id = None
         self._core.instances.restarted(instance)
         self._core.leaks.restarted(instance)
+        self._core.stalls.restarted(instance.name)
         self._core.meters.restarted(instance.name)
         self._core.router.state.restarted(instance.name)
         log.warning("%s restarted: its cache index is cleared", instance.name)

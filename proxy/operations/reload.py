@@ -177,6 +177,7 @@ class Reloader:
         core.other_paths = OtherPaths(settings.pass_through.paths)
         core.retries.apply(limits)
         core.leaks.apply(offload.leak_share)
+        core.stalls.apply(settings.health.stalled_after_s)
         core.abandoned.apply(offload.abandoned_s)
         core.handoff.apply(offload)
         core.upstream.connect_timeout_s = settings.timeouts.connect_s

@@ -34,6 +34,13 @@ class HealthSettings(Section):
     healthy_after: int = Field(
         default=1, ge=1, description="consecutive successful probes that take it back, or to trial"
     )
+    stalled_after_s: float = Field(
+        default=180.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="time after which an engine that answers its probes is not used if it computes nothing while "
+        "requests wait; 0: never",
+    )
     failure_ratio: float = Field(
         default=0.5, gt=0, le=1, description="share of failed requests within the window that takes an instance out"
     )

@@ -173,7 +173,7 @@ def test_metrics_are_read_by_rank() -> None:
     whole = reading.figures()
     assert (whole.running, whole.waiting, whole.kv_usage, whole.blocks) == (3, 1, 0.05, 400)
     assert reading.ranks == 2
-    assert reading.figures(2) == (1.5e9, None, None, None, None, None, None, {})
+    assert reading.figures(2) == (1.5e9, None, None, None, None, None, None, {}, None)
 
 
 def test_a_server_for_some_ranks_of_a_deployment_counts_its_own() -> None:
