@@ -170,6 +170,9 @@ def simulate_command(
         int | None,
         typer.Option(min=1, help="With --sweep: parallel processes. Default: one per processor.", show_default=False),
     ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="With --sweep: continue the sweep in --output that was stopped or killed.")
+    ] = False,
     ray: Annotated[
         bool,
         typer.Option(
@@ -232,12 +235,12 @@ def simulate_command(
             slowdown=slowdown,
             label=label,
         )
-        if not sweep and (ray or jobs is not None):
-            _stop("--jobs and --ray are for sweeps: give --sweep KEY=V1,V2,...")
+        if not sweep and (ray or resume or jobs is not None):
+            _stop("--jobs, --resume and --ray are for sweeps: give --sweep KEY=V1,V2,...")
         if sweep and (stream or breakdown_output is not None):
             _stop("--sweep cannot be given together with --stream or --breakdown-output")
         if sweep:
-            failed = _sweep(setup, sweep, output or Path("sweep"), jobs, ray)
+            failed = _sweep(setup, sweep, output or Path("sweep"), jobs, ray=ray, resume=resume)
             raise typer.Exit(1 if failed else 0)
         setup.check()
         _run(setup, output or Path("run.jsonl"), breakdown_output, look_ahead_s if stream else None)
@@ -285,11 +288,11 @@ def _show(setup: Setup, ran: Ran, took_s: float, output: Path) -> None:
     console.print(f"written: {output}", markup=False, soft_wrap=True)
 
 
-def _sweep(setup: Setup, sweeps: list[str], folder: Path, jobs: int | None, ray: bool) -> bool:
+def _sweep(setup: Setup, sweeps: list[str], folder: Path, jobs: int | None, *, ray: bool, resume: bool) -> bool:
     """Simulate every combination and print the table; returns True if any failed."""
     from rich.console import Console
 
-    from sim.offline.sweep import Point, PointResult, in_processes, on_ray, points_of, run_sweep
+    from sim.offline.sweeps.sweep import Point, PointResult, in_processes, on_ray, points_of, run_sweep
     from sim.offline.tables import figures_table, sessions_table
 
     console = Console()
@@ -299,7 +302,7 @@ def _sweep(setup: Setup, sweeps: list[str], folder: Path, jobs: int | None, ray:
     def done(point: Point, result: PointResult) -> None:
         console.print(f"{result.error or 'done'}: {point.name}", markup=False, soft_wrap=True)
 
-    results = run_sweep(points, setup, folder, execute, done)
+    results = run_sweep(points, setup, folder, execute, done, resume=resume)
     rows = [(point.name, result.figures, result.error) for point, result in results]
     console.print(figures_table(rows))
     console.print(sessions_table(rows))

@@ -176,6 +176,7 @@ def test_python_m_sim_simulates_too(trace: Path, tmp_path: Path) -> None:
         (["--arrival-speed", "0"], "--arrival-speed and --think-speed must be above 0"),
         (["--jobs", "2"], "are for sweeps"),
         (["--ray"], "are for sweeps"),
+        (["--resume"], "are for sweeps"),
         (["--sweep", "policy=linear", "--stream"], "cannot be given together"),
         (["--sweep", "policy"], "give KEY=VALUE1"),
         (["--stream", "--max-inflight-sessions", "3"], "--max-inflight-sessions"),

@@ -17,7 +17,8 @@ from replayer.records.runs import read_run
 from replayer.traces.formats import bailian
 from sim.offline.options import SimulationError
 from sim.offline.setup import Setup, changed, parsed_params
-from sim.offline.sweep import Point, PointResult, in_processes, on_ray, points_of, run_sweep, simulate_point
+from sim.offline.sweeps.journal import JOURNAL
+from sim.offline.sweeps.sweep import Point, PointResult, in_processes, on_ray, points_of, run_sweep, simulate_point
 from tests.sim.offline.offline_runs import agents
 
 
@@ -170,6 +171,62 @@ def test_nothing_is_written_over(trace: Path, tmp_path: Path) -> None:
     (tmp_path / "something").touch()
     with pytest.raises(SimulationError, match="not empty"):
         run_sweep(points_of(base, ["seed=1"]), base, tmp_path, in_processes(1), lambda *_: None)
+
+
+def interrupted(points: Sequence[Point]) -> Iterator[tuple[Point, PointResult]]:
+    """Simulates one point, the second."""
+    yield points[1], simulate_point(points[1].setup)
+    raise KeyboardInterrupt
+
+
+def test_a_sweep_that_was_stopped_continues(trace: Path, tmp_path: Path) -> None:
+    base, folder = Setup(trace=str(trace), instances=2), tmp_path / "out"
+    points = points_of(base, ["seed=1,2,3"])
+    with pytest.raises(KeyboardInterrupt):
+        run_sweep(points, base, folder, interrupted, lambda *_: None)
+    with (folder / JOURNAL).open("ab") as journal:
+        journal.write(b'{"name":"seed=3","fi')  # killed while it wrote
+    (folder / points[2].file).write_text("half a run")
+    with pytest.raises(SimulationError, match="not empty; give another --output, or --resume to continue its sweep"):
+        run_sweep(points, base, folder, in_processes(1), lambda *_: None)
+    done: list[str] = []
+    results = run_sweep(points, base, folder, in_processes(1), lambda point, _: done.append(point.name), resume=True)
+    assert done == ["seed=1", "seed=3"]
+    assert [point.name for point, _ in results] == ["seed=1", "seed=2", "seed=3"]
+    run_sweep(points, base, tmp_path / "whole", in_processes(1), lambda *_: None)
+    assert files(folder) == files(tmp_path / "whole")
+    with pytest.raises(SimulationError, match="no sweep to continue"):
+        run_sweep(points, base, folder, in_processes(1), lambda *_: None, resume=True)
+
+
+def test_a_point_whose_run_file_is_gone_is_simulated_again(trace: Path, tmp_path: Path) -> None:
+    base = Setup(trace=str(trace), instances=2)
+    points = points_of(base, ["seed=1,2"])
+    with pytest.raises(KeyboardInterrupt):
+        run_sweep(points, base, tmp_path / "out", interrupted, lambda *_: None)
+    (tmp_path / "out" / points[1].file).unlink()
+    run_sweep(points, base, tmp_path / "out", in_processes(1), lambda *_: None, resume=True)
+    assert len(files(tmp_path / "out")) == 3
+
+
+@pytest.mark.parametrize(
+    ("sweeps", "change"),
+    [(["seed=1,2"], {"instances": 3}), (["seed=1,3"], {}), (["seed=1,2"], {"profile": "h20"})],
+)
+def test_another_sweep_is_not_continued(
+    trace: Path, tmp_path: Path, sweeps: list[str], change: dict[str, object]
+) -> None:
+    base = Setup(trace=str(trace), instances=2)
+    with pytest.raises(KeyboardInterrupt):
+        run_sweep(points_of(base, ["seed=1,2"]), base, tmp_path / "out", interrupted, lambda *_: None)
+    before = files(tmp_path / "out")
+    other = msgspec.structs.replace(base, **change)
+    with pytest.raises(SimulationError, match="its sweep has other values, settings"):
+        run_sweep(points_of(other, sweeps), other, tmp_path / "out", in_processes(1), lambda *_: None, resume=True)
+    (tmp_path / "out" / JOURNAL).write_text("{}\n")
+    with pytest.raises(SimulationError, match="not a journal of a sweep"):
+        run_sweep(points_of(base, ["seed=1,2"]), base, tmp_path / "out", in_processes(1), lambda *_: None, resume=True)
+    assert before.keys() == files(tmp_path / "out").keys()
 
 
 def test_a_process_that_dies_is_reported(trace: Path, tmp_path: Path) -> None:

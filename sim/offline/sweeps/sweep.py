@@ -24,6 +24,7 @@ from replayer.traces.trace import Trace, TraceError
 from sim.offline.options import SimulationError
 from sim.offline.running import loaded, run_setup
 from sim.offline.setup import Setup, changed, parsed_value
+from sim.offline.sweeps.journal import SweepJournal
 from sim.worker_processes import worker_processes
 
 SCHEMA = 1
@@ -146,7 +147,7 @@ def in_processes(jobs: int) -> Execute:
     """Run points in ``jobs`` processes of this machine."""
 
     def execute(points: Sequence[Point]) -> Iterator[tuple[Point, PointResult]]:
-        if jobs == 1 or len(points) == 1:
+        if jobs == 1 or len(points) <= 1:
             for point in points:
                 yield point, simulate_point(point.setup)
             return
@@ -211,29 +212,36 @@ def _simulate_elsewhere(setup: Setup, trace: Trace) -> tuple[dict[str, Any], byt
 
 
 def run_sweep(
-    points: Sequence[Point], base: Setup, folder: Path, execute: Execute, on_done: Callable[[Point, PointResult], None]
+    points: Sequence[Point],
+    base: Setup,
+    folder: Path,
+    execute: Execute,
+    on_done: Callable[[Point, PointResult], None],
+    *,
+    resume: bool = False,
 ) -> list[tuple[Point, PointResult]]:
     """Simulate all points into a new or empty folder: a run file for each, and ``sweep.json`` with all figures.
 
-    The files do not depend on the executor or on the order in which points were run.
+    The files do not depend on the executor or on the order in which points were run. With ``resume`` the folder may be
+    that of a sweep that was stopped or killed: points that it has finished are kept.
 
     Raises:
-        SimulationError: the folder is not empty.
+        SimulationError: the folder is not empty, or with ``resume`` has a sweep of something else.
         OSError: it cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
-        raise SimulationError(f"{folder}: not empty; give another --output, or empty it")
-    results: dict[str, PointResult] = {}
-    for point, result in execute(points):
+    journal = SweepJournal(folder, base, [point.name for point in points], resume=resume)
+    results = {point.name: PointResult(journal.done[point.name]) for point in points if point.name in journal.done}
+    for point, result in execute([point for point in points if point.name not in results]):
         if result.error is None:
             (folder / point.file).write_bytes(zstandard.ZstdDecompressor().decompress(result.run))
+            journal.add(point.name, point.file, result.figures)
         results[point.name] = result._replace(run=b"")
         on_done(point, result)
     ordered = [(point, results[point.name]) for point in points]
     (folder / "sweep.json").write_bytes(
         msgspec.json.format(msgspec.json.encode(_summary(ordered, base)), indent=2) + b"\n"
     )
+    journal.close()
     return ordered
 
 

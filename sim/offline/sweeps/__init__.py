@@ -1,0 +1,1 @@
+"""Sweeps over settings: their points, and the journal of one in progress."""
