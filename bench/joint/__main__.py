@@ -12,7 +12,7 @@ import typer
 
 from bench.cells.arenas import chosen_traces
 from bench.figures.machine import machine
-from bench.joint.cells import TRANSPORT, JointCell, JointWork, report
+from bench.joint.cells import BASELINE, TRANSPORT, JointCell, JointWork, report
 from bench.joint.tables import harmed, summary_of
 from bench.tournament.results import GridCell
 from bench.tournament.settings import TournamentError, read_settings
@@ -23,9 +23,8 @@ from sim.offline.setup import parsed_params
 SCHEMA = 1
 
 
-def _write(output: Path, cells: list[JointCell], params: list[str], profile: str) -> None:
+def _write(output: Path, cells: list[JointCell], setting: dict[str, object]) -> None:
     """Keep what there is: a run takes long, and one that is interrupted has the cells that it finished."""
-    setting = {"profile": profile, "transport": TRANSPORT, "params": params}
     head = {"kind": "joint", "schema": SCHEMA, "machine": machine(), **setting}
     lines = b",\n".join(map(msgspec.json.encode, cells))
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -40,6 +39,14 @@ def main(
     fleet: Annotated[list[int] | None, typer.Option(help="Number of instances. Repeatable.")] = None,
     seed: Annotated[list[int] | None, typer.Option(help="Repeatable.")] = None,
     param: Annotated[list[str] | None, typer.Option(help="KEY=VALUE: parameter of joint. Repeatable.")] = None,
+    base_param: Annotated[list[str] | None, typer.Option(help="KEY=VALUE: parameter of warm. Repeatable.")] = None,
+    priority_scheduling: Annotated[
+        bool,
+        typer.Option(
+            "--priority-scheduling",
+            help="Engines compute waiting prompts in the policies' order; --base-param slowdown=0: warm has none.",
+        ),
+    ] = False,
     profile: Annotated[
         str, typer.Option(help="Hardware profile of the engines, by name or path. Default: configs/tournament.yaml's.")
     ] = "",
@@ -51,19 +58,26 @@ def main(
     """Compare joint placement with warm, in virtual time. Exits with 1 if a cell is harmed."""
     try:
         make_routing("joint", parsed_params(param or []))
+        make_routing(BASELINE, parsed_params(base_param or []))
         traces = chosen_traces(trace_dir, trace or [])
         timed_by = load_profile(profile or read_settings().profile)
         timed_by.transport(TRANSPORT)
     except (TournamentError, PolicyParameterError, ProfileError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
+    scheduling_policy = "priority" if priority_scheduling else "fcfs"
+    setting: dict[str, object] = {"profile": timed_by.name, "transport": TRANSPORT, "params": param or []}
+    if priority_scheduling or base_param:
+        setting |= {"base_params": base_param or [], "scheduling_policy": scheduling_policy}
     works = [
         JointWork(
             folder=str(trace_dir),
             cell=GridCell(trace=name, load=share, pool=hot_sets, fleet=instances),
             seed=number,
             params=param or [],
+            base_params=base_param or [],
             profile=profile,
+            scheduling_policy=scheduling_policy,
         )
         for instances in fleet or [4, 8, 16]
         for number in seed or [1, 2]
@@ -76,7 +90,7 @@ def main(
         for cell in processes.map(report, works):
             cells.append(cell)
             if output is not None:
-                _write(output, cells, param or [], timed_by.name)
+                _write(output, cells, setting)
             ratios = cell.ratios
             typer.echo(
                 f"{cell.cell}, seed {cell.seed}: TTFT p90 {ratios.ttft_p90[0]:.2f}, mean E2E {ratios.e2e_mean[0]:.2f}, "

@@ -68,8 +68,12 @@ class JointWork(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     params: list[str] = []
     """``KEY=VALUE``: parameters of ``joint``."""
+    base_params: list[str] = []
+    """Those of ``warm``."""
     profile: str = ""
     """Hardware profile of the engines; empty: that of the tournament's settings."""
+    scheduling_policy: str = "fcfs"
+    """Of the engines; ``priority``: they compute waiting prompts in the policies' order (`policies.costs.order`)."""
 
 
 class PlacementArm(NamedTuple):
@@ -92,15 +96,11 @@ def report(work: JointWork) -> JointCell:
     Raises:
         TournamentError: no such trace, or no request to judge.
     """
-    return compared(prepared(work.folder, work.cell, work.seed, work.profile), work.params)
-
-
-def compared(stage: PreparedCell, params: list[str]) -> JointCell:
-    """Both policies in a prepared cell."""
-    options = replace(stage.options, role=Role.KV_BOTH, transport=TRANSPORT)
+    stage = prepared(work.folder, work.cell, work.seed, work.profile)
+    options = replace(stage.options, role=Role.KV_BOTH, transport=TRANSPORT, scheduling_policy=work.scheduling_policy)
     session_of = judged_sessions(stage)
-    warm = placement_arm(stage, options, make_routing(BASELINE))
-    joint = placement_arm(stage, options, make_routing("joint", parsed_params(params)))
+    warm = placement_arm(stage, options, make_routing(BASELINE, parsed_params(work.base_params)))
+    joint = placement_arm(stage, options, make_routing("joint", parsed_params(work.params)))
     return JointCell(
         cell=stage.cell,
         seed=stage.seed,
