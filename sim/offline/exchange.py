@@ -6,6 +6,7 @@ from enum import IntEnum
 from typing import Any
 
 from policies.admission.base import AdmissionReason
+from policies.ledger import Lease
 from policies.session import LegTime
 from policies.state import Commitment
 from policies.types import Decision, RequestView
@@ -104,6 +105,11 @@ class SimulatedExchange:
             assert self.decision.prefill_on is not None
             return self.decision.prefill_on
         return self.decision.decode_on
+
+
+def leg_priority(lease: Lease) -> int | None:
+    """``priority`` of a leg: its due time in milliseconds, as the proxy sends it; None without an order."""
+    return None if lease.due_s is None else round(lease.due_s * 1e3)
 
 
 _SUFFIXES = ("", "/prefill", "/decode")

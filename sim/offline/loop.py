@@ -13,7 +13,7 @@ from policies.types import OffloadReason, RequestView
 from replayer.traces.trace import TraceRequest
 from sim.core.sequence import KvTransfer, keyed_request
 from sim.core.types import TokenEvent
-from sim.offline.exchange import SimulatedExchange, SimulatedLeg
+from sim.offline.exchange import SimulatedExchange, SimulatedLeg, leg_priority
 from sim.offline.options import SimOptions
 from sim.offline.router import OfflineRouter
 from sim.offline.sessions import DueTurn, TurnSource
@@ -111,21 +111,21 @@ class Simulation:
             self._held[answer] = turn
             self._look_s = min(self._look_s, now_s + LOOK_S)
         else:
-            self._route(turn, request, answer, 0.0)
+            self._route(turn, request, answer, now_s)
 
     def _look(self, now_s: float) -> None:
         """Send the held requests that may be sent."""
         while (held := self._router.admitted(now_s)) is not None:
             assert held.admitted is not None
-            self._route(self._held.pop(held), held.request, held.admitted, now_s - held.since_s)
+            self._route(self._held.pop(held), held.request, held.admitted, held.since_s)
         self._look_s = now_s + LOOK_S if self._held else math.inf
 
-    def _route(self, turn: DueTurn, request: RequestView, admitted: Admit, held_s: float) -> None:
-        """Decide on a turn and send its first leg."""
+    def _route(self, turn: DueTurn, request: RequestView, admitted: Admit, sent_s: float) -> None:
+        """Decide on a turn that its client sent at ``sent_s``, and send its first leg."""
         step, now_s = turn.step, self._fleet.now_s
         replica, (decision, commitment, prefill) = self._router.route(request, now_s, admitted.instances)
-        exchange = SimulatedExchange(turn.session, step, request, decision, commitment, turn.due_s, now_s, replica)
-        exchange.admission, exchange.held_s = admitted.reason, held_s
+        exchange = SimulatedExchange(turn.session, step, request, decision, commitment, turn.due_s, sent_s, replica)
+        exchange.admission, exchange.held_s = admitted.reason, now_s - sent_s
         if prefill is None:
             self._send_whole(exchange)
             return
@@ -332,7 +332,7 @@ def view_of(request: TraceRequest, request_id: str, block_tokens: int) -> Reques
 
 
 def _priority(exchange: SimulatedExchange) -> int:
-    """``priority`` of the current leg: its due time in milliseconds, as the proxy sends it; 0 without an order."""
+    """``priority`` of the current leg; 0 without an order."""
     commitment = exchange.commitment
     lease = commitment.prefill if exchange.leg is SimulatedLeg.PREFILL else commitment.decode
-    return 0 if lease is None or lease.due_s is None else round(lease.due_s * 1e3)
+    return 0 if lease is None else leg_priority(lease) or 0

@@ -11,7 +11,7 @@ from replayer.records.runs import RequestRecord, RunHeader, latencies
 from replayer.records.version import installed_version
 from replayer.replay.plan import Plan, offered_dict
 from sim.hardware import HardwareProfile
-from sim.offline.exchange import SimulatedExchange
+from sim.offline.exchange import SimulatedExchange, leg_priority
 from sim.offline.options import SimOptions
 from sim.offline.router import OfflineRouter
 
@@ -160,6 +160,12 @@ def _status(error: str | None) -> int | None:
     return 400 if error.startswith("HTTP 400") else None
 
 
+def _priority(exchange: SimulatedExchange) -> int | None:
+    """``priority`` of its first leg that has one, as the engine got it."""
+    leases = (exchange.commitment.prefill, exchange.commitment.decode)
+    return next((leg_priority(lease) for lease in leases if lease is not None and lease.due_s is not None), None)
+
+
 def breakdown_row(exchange: SimulatedExchange, planner: str, ended_s: float) -> dict[str, Any]:
     """The request as the proxy's /breakdown would show it, JSON-ready. Times are engine seconds from the start."""
     request, ok, status = exchange.request, exchange.error is None, _status(exchange.error)
@@ -184,11 +190,14 @@ def breakdown_row(exchange: SimulatedExchange, planner: str, ended_s: float) -> 
         error=exchange.error,
         admission=exchange.admission,
         held_s=exchange.held_s,
+        priority=_priority(exchange),
     )
     if ok:
         row.outcome = RequestOutcome.OK
     else:
         row.outcome = RequestOutcome.ENGINE_REFUSED if status == 400 else RequestOutcome.UPSTREAM_TIMEOUT
+    if exchange.held_s:
+        row.stages_ms["held"] = exchange.held_s * 1e3
     if exchange.first_token_s is not None:
         row.stages_ms["first_byte"] = (exchange.first_token_s - exchange.sent_s) * 1e3
     row.stages_ms["total"] = (ended_s - exchange.sent_s) * 1e3

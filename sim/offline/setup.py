@@ -20,6 +20,10 @@ from sim.offline.options import Noise, SimOptions, SimulationError
 from warmroute_yaml import load_yaml
 
 
+_PLANNING = frozenset({"joint", "migrate"})
+"""Policies that choose P themselves."""
+
+
 class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Trace, policy, planner, fleet and load of one simulation. Times are engine seconds."""
 
@@ -34,7 +38,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     instances: int = 8
     prefill_instances: int = 0
     role: Role | None = None
-    """None: ``kv_both`` with a planner other than never, else ``none``."""
+    """None: ``kv_both`` where the policy or the planner may hand over KV, else ``none``."""
     profile: str = "h200"
     pool_tokens: int | None = None
     max_num_batched_tokens: int | None = None
@@ -95,7 +99,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """The simulation's options, checked; raises SimulationError."""
         role = self.role
         if role is None:
-            role = Role.NONE if self.planner == "never" or self.prefill_instances else Role.KV_BOTH
+            hands_over = self.planner != "never" or self.policy in _PLANNING
+            role = Role.KV_BOTH if hands_over and not self.prefill_instances else Role.NONE
         options = SimOptions(
             instances=self.instances,
             prefill_instances=self.prefill_instances,

@@ -132,13 +132,15 @@ class OfflineRun:
         for each in self._router.replicas:
             each.scored = on_row is not None  # records have no scores
         count = ok = 0
+        last_s: float | None = None
         planner = self._router.routing.planner.name
 
         def finished(exchange: SimulatedExchange, ended_s: float) -> None:
-            nonlocal count, ok
+            nonlocal count, ok, last_s
             record = record_of(exchange, ended_s)
             count += 1
             ok += record.ok
+            last_s = ended_s
             on_record(record)
             if on_row is not None:
                 on_row(breakdown_row(exchange, planner, ended_s))
@@ -146,7 +148,8 @@ class OfflineRun:
         simulation = Simulation(self._options, self._turns, self._fleet, self._router, self._block_tokens, finished)
         with fewer_collections():
             end_s = simulation.run()
-        end = RunEnd(finished_unix_s=end_s, requests=count, ok=ok)
+        # Timers and abandoned pulls outlive the last answer.
+        end = RunEnd(finished_unix_s=end_s if last_s is None else last_s, requests=count, ok=ok)
         return end, totals(self._fleet, self._roles, self._profile.timing)
 
     @property

@@ -90,6 +90,14 @@ def test_a_sweep_that_cannot_be_run_is_refused_before_it_begins(
         points_of(Setup(trace=str(trace)), sweeps)
 
 
+def test_instances_can_hand_over_kv_where_the_policy_chooses_p(trace: Path) -> None:
+    base = Setup(trace=str(trace))
+    roles = {point.name: point.setup.options().role for point in points_of(base, ["policy=warm,joint,migrate"])}
+    assert roles == {"policy=warm": Role.NONE, "policy=joint": Role.KV_BOTH, "policy=migrate": Role.KV_BOTH}
+    assert Setup(trace=str(trace), policy="joint", role=Role.NONE).options().role is Role.NONE
+    assert Setup(trace=str(trace), policy="joint", prefill_instances=2).options().role is Role.NONE
+
+
 def test_what_depends_on_the_trace_shows_when_it_is_simulated(trace: Path) -> None:
     (point,) = points_of(Setup(trace=str(trace)), ["pool-tokens=3"])
     result = simulate_point(point.setup)
