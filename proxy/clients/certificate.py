@@ -20,7 +20,8 @@ class ListenerCertificate:
     def __init__(self, settings: TlsSettings) -> None:
         """Read the files. Raises ValueError: one is invalid."""
         self._settings = settings
-        self._seen = self._versions()
+        self._taken = self._refused = self._versions()
+        """State of the files that were read last, and of those that were refused last."""
         self.context = settings.context()
 
     async def watch(self) -> None:
@@ -36,9 +37,9 @@ class ListenerCertificate:
         once. Certificates of ``client_ca`` are added; those that it no longer has stay.
         """
         versions = self._versions()
-        if self.context is None or versions == self._seen:
+        if self.context is None or versions == self._taken:
             return
-        self._seen = versions
+        known, self._refused = versions == self._refused, versions
         settings = self._settings
         try:
             settings.context()  # checks all files: a context in use must not get a part of them
@@ -47,8 +48,11 @@ class ListenerCertificate:
             if settings.client_ca is not None:
                 self.context.load_verify_locations(settings.client_ca)
         except (OSError, ValueError) as error:
-            log.warning("TLS continues with the certificate that was read before: %s", error)
+            # Tried again at every look: a file may become readable without a change of its content.
+            if not known:
+                log.warning("TLS continues with the certificate that was read before: %s", error)
         else:
+            self._taken = versions
             log.info("TLS: new connections get the certificate that is in %s now", settings.certificate)
 
     def _versions(self) -> tuple[FileVersion | None, ...]:

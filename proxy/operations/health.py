@@ -161,20 +161,38 @@ class HealthMonitor:
         instance.looked_up_tokens = looked_up
 
     def _saw_pool(self, instance: Instance, block_tokens: int, blocks: int) -> None:
-        first = all(other.block_tokens is None for other in self._core.instances)
+        core, router = self._core, self._core.router
+        first = all(each.block_tokens is None for each in core.instances)
+        changed = instance.block_tokens != block_tokens
         instance.block_tokens = block_tokens
         instance.kv_capacity_tokens = block_tokens * blocks
-        router = self._core.router
         if first:
-            router.set_block_tokens(instance.block_tokens)
-        elif instance.block_tokens != router.block_tokens:
-            log.warning(
-                "%s has blocks of %d tokens, the fleet %d: its cache predictions will be inaccurate",
-                instance.name,
-                instance.block_tokens,
-                router.block_tokens,
-            )
+            router.set_block_tokens(block_tokens)
+        elif block_tokens != router.block_tokens:
+            # An engine that is down may come back with this size, too.
+            answering = {each.block_tokens for each in core.instances if not each.bad_probes_in_a_row}
+            if answering <= {block_tokens, None}:
+                self._adopt(block_tokens)
+            elif changed:
+                log.warning(
+                    "%s has blocks of %d tokens, the fleet %d: its cache predictions will be inaccurate",
+                    instance.name,
+                    block_tokens,
+                    router.block_tokens,
+                )
         router.state.set_capacity(instance.name, instance.kv_capacity_tokens, router.block_tokens)
+
+    def _adopt(self, block_tokens: int) -> None:
+        """Take the block size that all engines have now, as after all of them were restarted with another one."""
+        core = self._core
+        log.info("the engines' blocks have %d tokens", block_tokens)
+        core.router.set_block_tokens(block_tokens)
+        for each in core.instances:
+            core.router.state.set_capacity(each.name, each.kv_capacity_tokens, block_tokens)
+            if each.settings.events_url is not None:
+                # Events of blocks of this size were not taken: they are replayed, or begin again.
+                core.events.remove(each.name)
+                core.events.add(each.settings)
 
     async def _read_identity(self, ranks: tuple[Instance, ...], url: str) -> set[int]:
         """Read the engine ids; returns the ranks that have none."""

@@ -73,7 +73,7 @@ def simulate_command(
     role: Annotated[
         Role | None,
         typer.Option(
-            help="Role of every instance, not kv_producer. Default: kv_both with a planner, joint or migrate, else none.",
+            help="Of every instance, not kv_producer. Default: kv_both with a planner, joint or migrate, else none.",
             show_default=False,
         ),
     ] = None,

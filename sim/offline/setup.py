@@ -19,7 +19,6 @@ from replayer.traces.loading import LoadOptions
 from sim.offline.options import Noise, SimOptions, SimulationError
 from warmroute_yaml import load_yaml
 
-
 _PLANNING = frozenset({"joint", "migrate"})
 """Policies that choose P themselves."""
 

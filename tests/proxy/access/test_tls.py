@@ -15,7 +15,7 @@ import trustme
 from aiohttp import web
 
 from proxy.engines.upstream import UpstreamError
-from proxy.settings import SettingsError, load_settings
+from proxy.settings import SettingsError, TlsSettings, load_settings
 from tests.proxy.conftest import Running, StartProxy
 from tests.proxy.stub_engine import StubEngine
 
@@ -183,6 +183,25 @@ async def test_a_certificate_without_its_key_yet_changes_nothing(
     certificates.key.write_bytes(key)
     proxy.core.certificate.look()
     assert await shown(certificates, port) == on_disk(certificates) != before
+
+
+async def test_files_that_become_readable_later_are_taken(
+    start_proxy: StartProxy, certificates: Certificates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after `chown`, which changes neither content nor time."""
+    proxy = await start_proxy(1, tls=tls(certificates))
+    port = int(proxy.url.rsplit(":", 1)[1])
+    renew(certificates)
+
+    def denied(_: TlsSettings) -> ssl.SSLContext:
+        raise ValueError("Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TlsSettings, "context", denied)
+        proxy.core.certificate.look()
+        assert await shown(certificates, port) != on_disk(certificates)
+    proxy.core.certificate.look()
+    assert await shown(certificates, port) == on_disk(certificates)
 
 
 async def test_an_authority_that_is_added_is_accepted(start_proxy: StartProxy, certificates: Certificates) -> None:

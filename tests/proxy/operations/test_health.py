@@ -42,6 +42,32 @@ async def probed_to_trial(proxy: Running) -> None:
     raise AssertionError("it never came to trial")
 
 
+async def test_the_index_takes_another_block_size_once_all_engines_have_it(
+    start_proxy: StartProxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a rolling restart of the fleet."""
+    engines = [StubEngine() for _ in range(3)]
+    proxy = await start_proxy(engines=engines, health=PROBED_BY_HAND)
+
+    async def probe() -> None:
+        for _ in range(2):
+            await proxy.operations.monitor.probe_all()
+
+    for number, engine in enumerate(engines):
+        await probe()
+        assert proxy.core.router.block_tokens == 16, number
+        await engine.stop()
+        await proxy.operations.monitor.probe_all()
+        engine.block_tokens = 64
+        await engine.restart()
+    await probe()
+    assert proxy.core.router.block_tokens == 64
+    assert {each.kv_capacity_tokens for each in proxy.core.instances} == {64 * engines[0].blocks}
+    warned = [each.getMessage() for each in caplog.records if "blocks of 64 tokens, the fleet 16" in each.getMessage()]
+    assert [each.split()[0] for each in warned] == ["inst-0", "inst-1"]
+    assert (await ask(proxy)).status_code == 200
+
+
 async def test_an_engine_that_hangs_while_its_health_endpoint_answers_stays_out_until_a_request_gets_through(
     start_proxy: StartProxy, caplog: pytest.LogCaptureFixture
 ) -> None:
