@@ -40,12 +40,19 @@ def echoed(endpoint: Endpoint, request_id: str, answer: Answer, first: bytes) ->
     return f"cmpl-{request_id}".encode("latin-1") in first[:_ID_BYTES]
 
 
+_ENDS = frozenset({b"}", b"]"})
+"""Last bytes of an object or a list."""
+_MARGIN = 64
+"""Bytes at the end of a body in which there may be white space."""
+
+
 def check_first(answer: Answer, first: bytes, *, streamed: bool) -> None:
     """Check the first piece of an answer, of which nothing has been sent to the client, so that it may be retried.
 
     Raises:
         UpstreamError: a stream has none, or an engine's failure is in it: vLLM reports one so, with status 200; or a
-            200 has a text that no generation endpoint gives, such as the page of a gateway before the engine.
+            200 has a text that no generation endpoint gives, such as the page of a gateway before the engine, or no
+            body, or JSON without its end.
     """
     if streamed:
         if not first:
@@ -58,6 +65,12 @@ def check_first(answer: Answer, first: bytes, *, streamed: bool) -> None:
         raise UpstreamError(
             f"answered 200 with {kind[:80]}, not JSON or events: {first[:200].decode('utf-8', 'replace')}"
         )
+    if answer.status == 200 and not streamed and not answer.headers.encoded:
+        end = first[-_MARGIN:].rstrip()[-1:]
+        if not end:
+            raise UpstreamError("answered 200 without a body")
+        if end not in _ENDS and kind.lower().startswith("application/json"):
+            raise UpstreamError(f"answered 200 with JSON that breaks off: …{first[-100:].decode('utf-8', 'replace')}")
 
 
 def further_sequences(parsed: Parsed) -> int:

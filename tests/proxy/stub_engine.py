@@ -163,6 +163,10 @@ class StubEngine:
             return web.json_response({"error": {"message": "boom"}}, status=500)
         if self.mode == "page":
             return web.Response(text="<html>sign in</html>", content_type="text/html")
+        if self.mode in {"empty", "cut_json"}:
+            return web.Response(
+                body=b'{"id": "cmpl-1", "choi' * (self.mode == "cut_json"), content_type="application/json"
+            )
         if self.mode == "refuse_input":
             return web.json_response({"error": {"message": "too long", "type": "BadRequestError"}}, status=400)
         if (

@@ -117,6 +117,9 @@ async def test_engine_4xx_passes_unchanged_is_never_retried_and_never_counts_aga
         ("reset", True),
         ("empty_stream", True),
         ("page", False),
+        ("empty", False),
+        ("empty", True),
+        ("cut_json", False),
         ("page", True),
     ],
 )
