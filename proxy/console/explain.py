@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -71,10 +72,12 @@ def explain(
 def rows_in(path: Path, request_id: str) -> list[dict[str, Any]]:
     """Rows of a request in a file, or in the newest of its older ones that has any; oldest first.
 
+    With several workers, each has a file of its own beside the one that the settings name.
+
     Raises:
         OSError: there is no such file, or one cannot be read.
     """
-    files = record_files(path)
+    files = record_files(path) or [file for each in _of_workers(path) for file in record_files(each)]
     if not files:
         raise FileNotFoundError(f"{path}: no such file")
     needle = msgspec.json.encode(request_id)
@@ -87,6 +90,12 @@ def rows_in(path: Path, request_id: str) -> list[dict[str, Any]]:
         if found:
             return found
     return []
+
+
+def _of_workers(path: Path) -> list[Path]:
+    """The workers' files (`proxy.workers.own_settings`)."""
+    name = re.compile(rf"{re.escape(path.stem)}\.worker-\d+{re.escape(path.suffix)}")
+    return sorted(each for each in path.parent.iterdir() if name.fullmatch(each.name)) if path.parent.is_dir() else []
 
 
 def shown(request_id: str, account: RequestAccount, rows: int = 1) -> RenderableType:

@@ -72,6 +72,8 @@ class InstanceSettings(Section):
     def _fits_into_headers(cls, value: str) -> str:
         if value and not _NAME.fullmatch(value):
             raise ValueError(f"{value!r}: a name is up to 128 printable ASCII characters without spaces")
+        if {".", ".."}.intersection(value.split("/")):
+            raise ValueError(f"{value!r}: clients leave out . and .. of a path such as /instances/NAME")
         return value
 
     @field_validator("url", "bootstrap_url")

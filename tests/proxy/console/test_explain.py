@@ -73,3 +73,8 @@ async def test_files_are_searched_without_a_proxy_and_control_characters_not_pri
     missing = await call("explain", "none", "--file", path)
     assert (missing.exit_code, "rows.jsonl.1" in missing.output) == (1, True)
     assert (await call("explain", "none", "--file", tmp_path / "no.jsonl")).exit_code == 2
+    path.rename(tmp_path / "rows.worker-1.jsonl")
+    (tmp_path / "rows.worker-0.jsonl").touch()
+    (tmp_path / "rows.worker-x.jsonl").write_text("not rows")
+    of_workers = await call("explain", "old", "--file", tmp_path / "rows.jsonl")
+    assert (of_workers.exit_code, of_workers.output) == (shown.exit_code, shown.output)

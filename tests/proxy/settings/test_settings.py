@@ -107,6 +107,8 @@ def test_name_defaults_to_the_address() -> None:
     ("wrong", "says"),
     [
         ({"polcy": {}}, "polcy: unknown key"),
+        ({"instances": [{"name": "..", "url": "http://127.0.0.1:1"}]}, "clients leave out . and .. of a path"),
+        ({"instances": [{"name": "a/./b", "url": "http://127.0.0.1:1"}]}, "clients leave out . and .. of a path"),
         ({"policy": {"name": "lienar"}}, "known: aibrix_prefix, dynamo_cost, joint, least_loaded, linear"),
         ({"policy": {"name": "linear", "params": {"alfa": 1}}}, "it has: alpha"),
         ({"offload": {"planner": "maybe"}}, "known: cost_model, never, static_pd, threshold"),
