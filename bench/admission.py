@@ -27,8 +27,8 @@ from bench.tournament.settings import TournamentError
 from policies.admission.base import MAX_HOLD_S
 from policies.registry import PolicyParameterError, UnknownPolicyError, make_admission, make_routing
 from replayer.compare.statistics.bootstrap import FloatArray
-from replayer.records.runs import RequestRecord
 from sim.offline.setup import parsed_params
+from sim.offline.simulate import SimResult
 
 SCHEMA = 1
 
@@ -96,10 +96,10 @@ def report(work: CellWork) -> AdmissionCell:
     """
     stage = prepared(work.folder, work.cell, work.seed)
     stage.options = replace(stage.options, max_hold_s=work.max_hold_s)
-    base = _run(stage, stage.records(make_routing(work.policy)))
+    base = _run(stage, stage.simulated(make_routing(work.policy)))
     rules = []
     for name, params in work.rules:
-        run = _run(stage, stage.records(make_routing(work.policy), make_admission(name, params)))
+        run = _run(stage, stage.simulated(make_routing(work.policy), make_admission(name, params)))
         rules.append(
             RuleAgainstNever(
                 rule=_label(name, params),
@@ -122,9 +122,9 @@ def _label(name: str, params: dict[str, Any]) -> str:
     return " ".join([name, *(f"{key}={value}" for key, value in params.items())])
 
 
-def _run(stage: PreparedCell, records: Sequence[RequestRecord]) -> _Run:
+def _run(stage: PreparedCell, result: SimResult) -> _Run:
     judged = sorted(
-        (each for each in records if each.chat_id in stage.workload.judged),
+        (each for each in result.run.records if each.chat_id in stage.workload.judged),
         key=lambda each: (each.session_id, each.chat_id),
     )
     names = {name: number for number, name in enumerate(dict.fromkeys(each.session_id for each in judged))}
@@ -132,7 +132,7 @@ def _run(stage: PreparedCell, records: Sequence[RequestRecord]) -> _Run:
     due = np.array([each.scheduled_s for each in judged])
     e2e = np.array([FAILED_S if each.e2e_scheduled_s is None else each.e2e_scheduled_s for each in judged])
     ttft = np.array([FAILED_S if each.ttft_scheduled_s is None else each.ttft_scheduled_s for each in judged])
-    waited = np.array([(each.sent_s or each.scheduled_s) - each.scheduled_s for each in judged])
+    waited = np.array([result.held_s.get(each.request_id, 0.0) for each in judged])
     first, last = np.full(len(names), np.inf), np.full(len(names), -np.inf)
     np.minimum.at(first, session, due)
     np.maximum.at(last, session, due + e2e)

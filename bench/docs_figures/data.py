@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from policies.admission.base import AdmissionRule
@@ -122,7 +122,9 @@ def loads() -> list[SimulatedLoad]:
 
 
 def _load(rule: AdmissionRule) -> SimulatedLoad:
-    records = simulate(synthetic_trace(TRACE), FLEET, Warm(), admission=rule).run.records
+    result = simulate(synthetic_trace(TRACE), FLEET, Warm(), admission=rule)
+    records = result.run.records
+    admitted_s = {each.request_id: each.scheduled_s + result.held_s.get(each.request_id, 0.0) for each in records}
     end_s = max(record.finished_s or 0.0 for record in records)
     at_s = [step * EVERY_S for step in range(int(end_s // EVERY_S) + 1)]
     e2e_s = [record.e2e_scheduled_s for record in records if record.e2e_scheduled_s is not None]
@@ -130,20 +132,16 @@ def _load(rule: AdmissionRule) -> SimulatedLoad:
     return SimulatedLoad(
         rule.name,
         at_s,
-        [_context_tokens(records, now_s) for now_s in at_s],
-        [sum(each.scheduled_s <= now_s < _sent_s(each) for each in records) for now_s in at_s],
+        [_context_tokens(records, admitted_s, now_s) for now_s in at_s],
+        [sum(each.scheduled_s <= now_s < admitted_s[each.request_id] for each in records) for now_s in at_s],
         sum(e2e_s) / len(e2e_s),
         sum(record.cached_tokens or 0 for record in records) / prompt,
     )
 
 
-def _context_tokens(records: Sequence[RequestRecord], now_s: float) -> int:
+def _context_tokens(records: Sequence[RequestRecord], admitted_s: Mapping[str, float], now_s: float) -> int:
     contexts: dict[str, int] = {}
     for record in records:
-        if _sent_s(record) <= now_s < (record.finished_s or 0.0):
+        if admitted_s[record.request_id] <= now_s < (record.finished_s or 0.0):
             contexts[record.session_id] = max(contexts.get(record.session_id, 0), record.input_length)
     return sum(contexts.values())
-
-
-def _sent_s(record: RequestRecord) -> float:
-    return record.scheduled_s if record.sent_s is None else record.sent_s

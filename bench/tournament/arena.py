@@ -27,7 +27,7 @@ from replayer.replay.plan import Plan, PlanOptions, make_plan
 from replayer.traces.formats.source import file_sha256
 from replayer.traces.trace import Trace
 from sim.hardware import HardwareProfile, load_profile
-from sim.offline.simulate import Noise, SimOptions, simulate
+from sim.offline.simulate import Noise, SimOptions, SimResult, simulate
 
 FAILED_S = 1e6
 """A request that failed counts as one that took this long."""
@@ -133,13 +133,13 @@ class PreparedCell:
         resamples = settings.sizes.resamples
         self._bootstrap = SessionBootstrap(session_of, len(names), resamples=resamples, seed=seed)
 
+    def simulated(self, policy: RoutingPolicy, admission: AdmissionRule | None = None) -> SimResult:
+        """The whole result."""
+        return simulate(self.workload.trace, self.options, policy, plan=self.plan, admission=admission)
+
     def run(self, policy: RoutingPolicy, admission: AdmissionRule | None = None) -> Run:
         """Every request's record, warming ones too, in the order in which they ended."""
-        return simulate(self.workload.trace, self.options, policy, plan=self.plan, admission=admission).run
-
-    def records(self, policy: RoutingPolicy, admission: AdmissionRule | None = None) -> list[RequestRecord]:
-        """The records of `run`."""
-        return self.run(policy, admission).records
+        return self.simulated(policy, admission).run
 
     def play(
         self, policy: RoutingPolicy, label: str, digest: str = "", admission: AdmissionRule | None = None

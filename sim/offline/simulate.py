@@ -46,6 +46,8 @@ class SimResult:
     instances: list[InstanceTotals]
     decisions: list[dict[str, Any]] = field(default_factory=list)
     """Rows in the format of the proxy's /breakdown, in the same order; empty unless ``SimOptions.decisions`` is set."""
+    held_s: dict[str, float] = field(default_factory=dict)
+    """Seconds for which admission held a request, by request id; of those that it held."""
     ledger: dict[str, int] = field(default_factory=dict)
     """Requests that the router still counts as in flight at the end: all zero."""
     index_blocks: dict[str, int] = field(default_factory=dict)
@@ -79,6 +81,8 @@ class OfflineRun:
         admission: AdmissionRule | None = None,
     ) -> None:
         options.check()
+        self.held_s: dict[str, float] = {}
+        """As in `SimResult`."""
         self._options = options
         self._turns = turns
         self._block_tokens = source.block_tokens
@@ -141,6 +145,8 @@ class OfflineRun:
             count += 1
             ok += record.ok
             last_s = ended_s
+            if exchange.held_s:
+                self.held_s[record.request_id] = exchange.held_s
             on_record(record)
             if on_row is not None:
                 on_row(breakdown_row(exchange, planner, ended_s))
@@ -193,6 +199,7 @@ def simulate(
         run=Run(prepared.header, records, end),
         instances=instances,
         decisions=rows,
+        held_s=prepared.held_s,
         ledger=prepared.in_flight(),
         index_blocks={row.instance: prepared.state.index.blocks(row.instance) for row in instances},
     )

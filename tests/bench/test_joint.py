@@ -27,6 +27,12 @@ class _Profiled(msgspec.Struct):
     profile: str
 
 
+class _Ordered(msgspec.Struct):
+    profile: str
+    scheduling_policy: str
+    base_params: list[str]
+
+
 def cells(name: str) -> list[JointCell]:
     return msgspec.json.decode((DOCS / "results" / name).read_bytes(), type=_Document).cells
 
@@ -95,6 +101,18 @@ def test_the_page_on_elastic_prefill_shows_another_profile() -> None:
     ) in " ".join(ELASTIC.split())
     saved = (DOCS / "results" / "joint-h200-128.json").read_bytes()
     assert msgspec.json.decode(saved, type=_Profiled).profile == "h200-nvlink-128"
+
+
+def test_the_page_on_elastic_prefill_shows_both_with_an_order() -> None:
+    played = cells("joint-ordered.json")
+    handing = {(each.cell.trace, each.cell.pool) for each in played if each.joint.handed_off}
+    shown = [each for each in played if (each.cell.trace, each.cell.pool) in handing]
+    table = summary_of(shown, chosen_on=True) + summary_of(shown, chosen_on=False)[2:]
+    assert "Both with an order, `h200-nvlink-128`:\n\n" + "\n".join(table) in ELASTIC
+    assert len(played) == 96
+    assert harmed(played) == ["glm_sample1k load 0.8 pool 4 x8, seed 5: mean TTFT 1.13 (1.04–1.22)"]
+    saved = (DOCS / "results" / "joint-ordered.json").read_bytes()
+    assert msgspec.json.decode(saved, type=_Ordered) == _Ordered("h200-nvlink-128", "priority", [])
 
 
 def test_the_page_on_elastic_prefill_counts_the_intervals_beside_1() -> None:

@@ -179,7 +179,7 @@ def test_a_cell_can_be_played_from_python(folder: Path) -> None:
     settings = read_settings(folder / "config.yaml")
     stage = Arena(settings, folder / "traces").stage(GridCell(trace="tiny", load=0.8, pool=1.0, fleet=2), seed=1)
     result = stage.play(parse("lmetric").make(), "mine")
-    records = [each for each in stage.records(parse("lmetric").make()) if each.chat_id in stage.workload.judged]
+    records = [each for each in stage.run(parse("lmetric").make()).records if each.chat_id in stage.workload.judged]
     ttft = sorted(each.ttft_s or 0.0 for each in records)
     assert result.judged == len(records) == len(stage.workload.judged)
     assert result.failed == 0

@@ -80,6 +80,10 @@ def test_rows_and_header_say_what_was_held_and_why() -> None:
         assert record.sent_s == pytest.approx(record.scheduled_s)  # a hold is a part of the proxy's answer
         assert row["stages_ms"]["first_byte"] >= row["stages_ms"].get("held", 0.0)
         assert record.ttft_s == pytest.approx(row["stages_ms"]["first_byte"] / 1e3, abs=1e-5)
+    held = {row["request_id"]: row["stages_ms"]["held"] for row in result.decisions if "held" in row["stages_ms"]}
+    assert result.held_s == pytest.approx({request_id: ms / 1e3 for request_id, ms in held.items()}, abs=1e-5)
+    assert result.run.end is not None
+    assert result.run.end.finished_unix_s == max(each.finished_s or 0.0 for each in result.run.records)
     reasons = {row["admission"] for row in result.decisions if row["held_s"]}
     assert reasons <= {"room", "idle_fleet", "held_long_enough", "resident"}
     assert reasons

@@ -59,3 +59,15 @@ def test_without_a_slowdown_or_without_priority_scheduling_nothing_changes() -> 
         assert records("warm", "priority", instances, slowdown=0.0) == plain
         assert records("lmetric", "priority", instances) == records("lmetric", "fcfs", instances)
     assert records("warm", "priority") != records("warm", "fcfs")
+
+
+def test_rows_have_the_priority_that_the_engine_got() -> None:
+    def rows(**params: float) -> dict[str, int | None]:
+        options = SimOptions(instances=1, pool_tokens=ROOMY_TOKENS, scheduling_policy="priority", decisions=True)
+        found = simulate(TRACE, options, make_routing("warm", params)).decisions
+        return {row["session_id"]: row["priority"] for row in found}
+
+    ordered = rows()
+    assert all(isinstance(each, int) for each in ordered.values())
+    assert (ordered["long"] or 0) > max(ordered[f"short-{number}"] or 0 for number in SHORT)
+    assert set(rows(slowdown=0.0).values()) == {None}
