@@ -20,7 +20,7 @@ from proxy.fleet.instances import Instance, Source
 from proxy.operations.fleet_changes import FleetChanges
 from proxy.paths import OtherPaths
 from proxy.settings import InstanceSettings, Settings, SettingsError
-from proxy.settings.diff import Change, differences, effective_settings, instance_differences
+from proxy.settings.diff import Change, differences, effective_settings, instance_differences, replaced
 
 log = logging.getLogger("warmroute.reload")
 
@@ -167,8 +167,6 @@ class Reloader:
         core.forwarding.apply(settings)
         core.router.apply(settings)
         self._switch(settings, changes)
-        if any(change.key.startswith("shadow.") for change in changes):
-            core.shadows.switch(settings.shadow)
         core.instances.apply(settings.health)
         core.admission.apply(limits)
         core.holding.apply(settings.admission)
@@ -191,26 +189,23 @@ class Reloader:
         return self._change_fleet(settings, well)
 
     def _switch(self, settings: Settings, changes: list[Change]) -> None:
-        """Switch policy, planner and admission only if the file's have changed: else a switch over HTTP is kept."""
-        keys = [change.key for change in changes]
-        policy, planner = settings.policy, settings.offload
-        other_policy = any(key.startswith("policy.") for key in keys)
-        other_planner = any(key == "offload.planner" or key.startswith("offload.params") for key in keys)
+        """Switch policy, planner, admission and shadows if the file's have changed: else a switch over HTTP is kept."""
+        parts = replaced(change.key for change in changes)
+        policy, planner, admission = settings.policy, settings.offload, settings.admission
         self._core.router.switch(
-            policy.name if other_policy else None,
-            policy.params,
-            planner.planner if other_planner else None,
-            planner.params,
+            policy.name if parts.policy else None,
+            policy.params if parts.policy else {},
+            planner.planner if parts.planner else None,
+            planner.params if parts.planner else {},
         )
-        admission = settings.admission
-        other_rule = any(key == "admission.name" or key.startswith("admission.params") for key in keys)
-        other_bound = "admission.max_hold_s" in keys
-        if other_rule or other_bound:
+        if parts.rule or parts.bound:
             self._core.holding.switch(
-                admission.name if other_rule else None,
-                admission.params if other_rule else {},
-                admission.max_hold_s if other_bound else None,
+                admission.name if parts.rule else None,
+                admission.params if parts.rule else {},
+                admission.max_hold_s if parts.bound else None,
             )
+        if parts.shadow:
+            self._core.shadows.switch(settings.shadow)
 
     def _change_fleet(self, settings: Settings, well: set[str]) -> list[Instance]:
         """Make the fleet match the file: change or add its instances, and remove those it no longer lists."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel, SecretStr
@@ -13,6 +13,8 @@ from proxy.settings import InstanceSettings, Settings
 _MASK = "***"
 _SECRET_KEYS = frozenset({"sha256", "api_key", "engine_key", "password", "secret"})
 _CREDENTIALS = re.compile(r"://[^/@\s]*@")
+
+_INSTANCE_KEYS = frozenset({*InstanceSettings.model_fields, "source"})
 
 LIVE = (
     "instances",
@@ -79,6 +81,37 @@ class Change(NamedTuple):
         return f"{self.key}: {_text(self.old)} -> {_text(self.new)} ({self.effect})"
 
 
+class Replaced(NamedTuple):
+    """Parts that a reload takes from the file again, whatever was switched over HTTP before."""
+
+    policy: bool
+    planner: bool
+    rule: bool
+    """The admission rule."""
+    bound: bool
+    """``admission.max_hold_s``."""
+    shadow: bool
+    instances: tuple[str, ...]
+    """Changed keys of instances, without the section."""
+
+    def instance(self, name: str) -> bool:
+        """True if this instance, or a rank of the engine of this name, is as in the file again."""
+        return any(_is_of(name, key) for key in self.instances)
+
+
+def replaced(keys: Iterable[str]) -> Replaced:
+    """Parts that a reload with these changed keys takes from the file."""
+    keys = tuple(keys)
+    return Replaced(
+        policy=any(key.startswith("policy.") for key in keys),
+        planner=any(key == "offload.planner" or key.startswith("offload.params") for key in keys),
+        rule=any(key == "admission.name" or key.startswith("admission.params") for key in keys),
+        bound="admission.max_hold_s" in keys,
+        shadow=any(key.startswith("shadow.") for key in keys),
+        instances=tuple(key.removeprefix("instances.") for key in keys if key.startswith("instances.")),
+    )
+
+
 def differences(old: Settings, new: Settings) -> list[Change]:
     """Every differing key in the order of the settings, except the fleet (``instance_differences``)."""
     return _compare(old, new, skip="instances")
@@ -113,6 +146,16 @@ def effective_settings(old: Settings, new: Settings) -> Settings:
         so_far: BaseModel = update.get(section, getattr(new, section))
         update[section] = so_far.model_copy(update={field: getattr(getattr(old, section), field)})
     return new.model_copy(update=update)
+
+
+def _is_of(name: str, key: str) -> bool:
+    """True if ``NAME``, ``NAME/RANK`` or a field of either is the key; names may have dots, as addresses do."""
+    if not key.startswith(name):
+        return False
+    rank, _, rest = key.removeprefix(name).partition(".")
+    if rank and not (rank[0] == "/" and rank[1:].isdecimal()):
+        return False
+    return not rest or rest.partition(".")[0] in _INSTANCE_KEYS
 
 
 def _compare(old: BaseModel, new: BaseModel, skip: str = "") -> list[Change]:

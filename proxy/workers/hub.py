@@ -8,8 +8,10 @@ from itertools import islice
 from typing import NamedTuple, TypeVar
 
 from proxy.gather.families import MergedFamilies, decode_families, encode_families, merged
+from proxy.settings.diff import replaced
 from proxy.sharing.frames import Answered, Ask, ChangeRequest, Question, WorkerStanding
 from proxy.sharing.wire import Message, Pin, SharedResponse
+from proxy.workers.kept_changes import left_of
 
 _Key = TypeVar("_Key")
 _Kept = TypeVar("_Kept")
@@ -17,12 +19,6 @@ _Kept = TypeVar("_Kept")
 _PINS_PER_ANSWER = 2_000
 _RESPONSES_PER_ANSWER = 200
 _CHANGES = 1_000
-_SECTIONS = {
-    "/policy": ("policy", "offload"),
-    "/admission": ("admission",),
-    "/shadow": ("shadow",),
-}
-"""Path of a change -> sections of the settings that it replaces."""
 
 
 class KeptState(NamedTuple):
@@ -99,11 +95,13 @@ class Hub:
             del self._changes[next(iter(self._changes))]
 
     def reloaded(self, keys: Iterable[str]) -> None:
-        """Drop changes that the settings have replaced: a worker that starts reads the settings."""
-        sections = {key.partition(".")[0] for key in keys}
-        for key, change in tuple(self._changes.items()):
-            if sections.intersection(_SECTIONS.get(change.target, ())):
-                del self._changes[key]
+        """Drop what the settings have replaced of the changes: a worker that starts reads the settings."""
+        parts = replaced(keys)
+        changes, self._changes = self._changes, {}
+        for change in changes.values():
+            left = left_of(change, parts)
+            if left is not None:
+                self.changed(left)
 
     def shown(self, worker: int, families: bytes) -> None:
         """Keep a worker's counters as last shown."""

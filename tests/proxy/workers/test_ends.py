@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import psutil
+import yaml
 
 from proxy.gather.peers import PROBE_S
 from tests.proxy.serve_process import until, write_settings
@@ -206,6 +207,50 @@ async def test_a_hangup_makes_all_workers_read_their_settings(start_workers: Sta
         return urls == {known[0]["url"], "http://127.0.0.1:9"}
 
     await until(changed)
+
+
+async def test_workers_that_start_after_a_reload_have_what_the_others_have(
+    start_workers: StartWorkers, tmp_path: Path
+) -> None:
+    workers = await start_workers(2)
+    client = workers.served.client
+    await client.delete("/instances/inst-1?grace_s=0", headers=AUTHORIZED)
+    await client.put("/policy", headers=AUTHORIZED, json={"name": "lmetric", "planner": "cost_model"})
+    await client.put("/admission", headers=AUTHORIZED, json={"name": "session_cap", "params": {"sessions": 7}})
+    settings = tmp_path / "proxy.yaml"
+    written = yaml.safe_load(settings.read_text(encoding="utf-8"))
+    changed = {**written, "policy": {"name": "round_robin"}, "admission": {"reject_above_s": 9.0}}
+    settings.write_text(yaml.safe_dump(changed), encoding="utf-8")
+    assert (await client.post("/reload", headers=AUTHORIZED)).json()["result"] == "applied"
+
+    async def state(worker: int) -> tuple[str, str, str]:
+        """Policy, planner and admission rule of a worker."""
+        found: dict[str, dict[str, Any]] = {}
+        while len(found) < 2:
+            async with workers.new_client() as each:
+                for path in {"/policy", "/admission"} - set(found):
+                    answer = await each.get(path)
+                    if answer.headers["x-warmroute-worker"] == str(worker):
+                        found[path] = answer.json()
+        policy = found["/policy"]
+        return policy["name"], policy["planner"], found["/admission"]["name"]
+
+    expected = ("round_robin", "cost_model", "session_cap")
+    assert await state(0) == expected
+    for process in (await whose(workers)).values():
+        os.kill(process, signal.SIGKILL)
+        await until(lambda process=process: is_gone(process))  # type: ignore[misc]
+
+    async def again() -> bool:
+        try:
+            return await workers.ready() and all(row["restarts"] == 1 for row in await workers.stats())
+        except httpx.HTTPError:
+            return False  # no worker listens
+
+    await until(again)
+    assert (await state(0), await state(1)) == (expected, expected)
+    rows = (await workers.get("/instances"))["instances"]
+    assert [row["name"] for row in rows] == ["inst-0", "inst-1"]
 
 
 async def test_workers_that_cannot_start_end_the_parent_with_their_status(tmp_path: Path) -> None:

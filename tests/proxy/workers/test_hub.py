@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 
 from proxy.gather.families import MetricFamily, decode_families, encode_families
@@ -73,6 +76,60 @@ def test_changes_are_kept_in_order_until_the_settings_replace_them(hub: Hub) -> 
     assert changes_of(hub) == ["/instances", "/admission", "/policy"]
     hub.reloaded(["policy.name", "timeouts.idle_s"])
     assert changes_of(hub) == ["/instances", "/admission"]
+
+
+FILE_ENGINE = {"url": "http://127.0.0.1:9001"}
+
+
+@pytest.mark.parametrize(
+    ("method", "target", "name"),
+    [
+        ("DELETE", "/instances/e1?grace_s=0", "e1"),
+        ("PUT", "/instances/e1", "e1"),
+        ("POST", "/instances", "e1"),
+        ("POST", "/instances", ""),
+        ("DELETE", "/instances/127.0.0.1%3A9001", ""),
+    ],
+)
+@pytest.mark.parametrize("field", ["", ".url", ".source", "/0", "/1.host"])
+def test_a_change_of_an_instance_is_dropped_once_the_file_replaces_it(
+    hub: Hub, method: str, target: str, name: str, field: str
+) -> None:
+    body = b"" if method == "DELETE" else json.dumps({**FILE_ENGINE, "name": name}).encode()
+    hub.changed(ChangeRequest(method, target, body, "op"))
+    for other in ("e", "e1.x", "e10", "e1/x", "f1"):
+        hub.reloaded([f"instances.{other}.url", f"instances.{other}", "policy.name"])
+        assert changes_of(hub) == [target], f"{other} is another instance"
+    hub.reloaded([f"instances.{name or '127.0.0.1:9001'}{field}"])
+    assert changes_of(hub) == []
+
+
+def test_a_reload_replaces_policy_planner_rule_and_bound_one_by_one(hub: Hub) -> None:
+    policy = {"name": "linear", "params": {"alpha": 2.0}, "planner": "cost_model", "planner_params": {}}
+    admission = {"name": "session_cap", "params": {"sessions": 7}, "max_hold_s": 5.0}
+
+    def bodies_after(*keys: str) -> list[dict[str, Any]]:
+        for target, body in (("/policy", policy), ("/admission", admission)):
+            hub.changed(ChangeRequest("PUT", target, json.dumps(body).encode(), "op"))
+        hub.reloaded(keys)
+        kept = hub.answer(0, Ask(1, Question.CHANGES), 0.0).changes
+        hub.reloaded(["policy.name", "offload.planner", "admission.name", "admission.max_hold_s"])
+        assert changes_of(hub) == []
+        return [json.loads(each.body) for each in kept]
+
+    planner = {key: policy[key] for key in ("planner", "planner_params")}
+    assert bodies_after("policy.params.alpha", "admission.reject_above_s") == [planner, admission]
+    rule = {key: admission[key] for key in ("name", "params")}
+    assert bodies_after("offload.hold_s", "admission.max_hold_s") == [policy, rule]
+    named = {key: policy[key] for key in ("name", "params")}
+    assert bodies_after("offload.params.margin", "admission.params.sessions") == [named, {"max_hold_s": 5.0}]
+
+
+def test_a_change_that_every_worker_refuses_stays_and_a_reload_is_no_fault(hub: Hub) -> None:
+    for target, body in (("/instances", b"{"), ("/policy", b"[]"), ("/admission", b"no JSON")):
+        hub.changed(ChangeRequest("PUT", target, body, "op"))
+    hub.reloaded(["policy.name", "admission.name", "instances.e1"])
+    assert changes_of(hub) == ["/instances", "/policy", "/admission"]
 
 
 def test_a_worker_has_files_and_a_name_of_its_own() -> None:
