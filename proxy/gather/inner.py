@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from urllib.parse import urlsplit
 
 from proxy.access.guard import Application, Receive, Scope, Send
@@ -68,10 +68,25 @@ async def listed(app: Application, core: Core, place: Place, peers: Peers) -> As
     listener.bind(str(path))
     async with served(Inner(app, core, place), ClientBounds(core.settings), listener):
         async with place.changing():
-            await _catch_up(place, peers)
+            with _repeating(core):
+                await _catch_up(place, peers)
             place.line.send(Listed())
             await place.roster()  # the parent has read it
         yield
+
+
+@contextlib.contextmanager
+def _repeating(core: Core) -> Iterator[None]:
+    """Removals in the context are earlier ones, which end no drain mark that was given since."""
+    drains = None if core.sharing is None else core.sharing.drains
+    if drains is None:
+        yield
+        return
+    drains.repeating = True
+    try:
+        yield
+    finally:
+        drains.repeating = False
 
 
 async def _catch_up(place: Place, peers: Peers) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -199,7 +200,7 @@ class FleetChanges:
         """Register an instance under a free name. It receives no requests before a successful probe."""
         core = self._core
         instance = Instance(settings, source)
-        instance.draining = core.sharing is not None and core.sharing.drains.draining(settings.name)
+        instance.draining = self._drained(settings.name)
         core.router.register(settings)
         core.instances.add(instance)
         core.events.add(settings)
@@ -261,6 +262,15 @@ class FleetChanges:
     def _share_mark(self, name: str, *, draining: bool) -> None:
         if self._core.sharing is not None:
             self._core.sharing.mark(name, draining=draining)
+
+    def _drained(self, name: str) -> bool:
+        """True if a new instance of this name is to drain. The mark of a removed one ends on all replicas."""
+        sharing = self._core.sharing
+        if sharing is None:
+            return False
+        if sharing.drains.ended(name):
+            sharing.mark(name, draining=False)
+        return sharing.drains.draining(name)
 
     def _staying(self, name: str) -> Instance:
         instance = self.of_engine(name)[0]
@@ -341,6 +351,8 @@ class FleetChanges:
         core.events.remove(name)
         legs = core.router.state.remove_instance(name)
         core.instances.remove(name)
+        if core.sharing is not None:
+            core.sharing.drains.removed(name, time.time())
         core.leaks.forget(name)
         core.stalls.restarted(name)
         core.meters.forget(name)

@@ -16,6 +16,10 @@ class DrainMarks:
         self._replica = replica
         self._marks: dict[str, DrainMark] = {}
         self._changed: set[str] = set()
+        self._removed: dict[str, float] = {}
+        """Unix times at which instances with a mark were removed here."""
+        self.repeating = False
+        """Changes of the past are repeated: the present marks are no older than the removals among them."""
 
     def mark(self, instance: str, *, draining: bool, unix_s: float) -> None:
         """Record a word given on this replica; it is later than those known, whatever the hosts' clocks say."""
@@ -40,6 +44,21 @@ class DrainMarks:
         """True if the last word about an instance is to drain it."""
         mark = self._marks.get(instance)
         return mark is not None and mark.draining
+
+    def removed(self, instance: str, unix_s: float) -> None:
+        """The instance is no longer here: its mark is not meant for another one under its name.
+
+        Others that still have the instance keep it drained, so the mark itself stays.
+        """
+        mark = self._marks.get(instance)
+        if mark is not None and not self.repeating:
+            # A time, not the mark: those that other workers give for the same request are still on their way.
+            self._removed[instance] = max(unix_s, mark.unix_s)
+
+    def ended(self, instance: str) -> bool:
+        """True if the last word is to drain an instance that has been removed here since."""
+        mark = self._marks.get(instance)
+        return mark is not None and mark.draining and mark.unix_s <= self._removed.get(instance, 0.0)
 
     @property
     def changed(self) -> bool:

@@ -19,6 +19,23 @@ def loads(replica: str, full: bool = False, run: int = 1, **requests: int) -> Me
     return Message(replica, run, full, loads={name: LoadReport(count) for name, count in requests.items()})
 
 
+# Drain marks
+
+
+@pytest.mark.parametrize("repeated", [True, False])
+def test_a_mark_ends_with_the_removal_of_its_instance_unless_that_is_an_earlier_one_repeated(repeated: bool) -> None:
+    marks = DrainMarks("x")
+    marks.mark("a", draining=True, unix_s=1.0)
+    marks.repeating = repeated
+    marks.removed("a", 3.0)
+    marks.repeating = False
+    assert (marks.ended("a"), marks.draining("a")) == (not repeated, True)
+    assert marks.merge({"a": DrainMark(True, 2.0, "y")}) == {"a": True}
+    assert marks.ended("a") is not repeated, "given before the removal, and heard after it"
+    assert marks.merge({"a": DrainMark(True, 4.0, "y")}) == {"a": True}
+    assert not marks.ended("a"), "it was drained again, on another replica"
+
+
 # Merging
 
 

@@ -275,6 +275,25 @@ async def test_draining_an_instance_on_one_replica_drains_it_on_all_and_on_later
     await late.until(lambda: not late.core.instances["inst-0"].draining)
 
 
+async def test_an_instance_added_again_under_a_drained_and_removed_name_is_not_drained(
+    start_replicas: StartReplicas, start_proxy: StartProxy, store: StoreServer
+) -> None:
+    one, two = await start_replicas(2)
+    settings = one.core.instances["inst-0"].settings
+    one.operations.fleet.drain("inst-0")
+    await two.until(lambda: two.core.instances["inst-0"].draining)
+    await one.operations.fleet.remove("inst-0", 0.0)
+    one.operations.fleet.drain("inst-1")
+    await two.until(lambda: two.core.instances["inst-1"].draining)
+    assert two.core.instances["inst-0"].draining, "it is still there, and drained by an operator"
+    (again,) = await one.operations.fleet.add(settings)
+    assert not again.draining
+    late = await start_proxy(engines=one.engines, sharing={"url": store.url, "replica": "late"})
+    assert [late.core.instances[f"inst-{number}"].draining for number in range(2)] == [False, True]
+    two.operations.fleet.drain("inst-0")
+    await one.until(lambda: again.draining)
+
+
 async def test_an_open_breaker_elsewhere_is_a_hint_to_probe_not_a_state_to_copy(start_replicas: StartReplicas) -> None:
     one, two = await start_replicas(2, health={"interval_s": 30.0, "timeout_s": 2.0})
     probes = one.engines[0].probes

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 
 import pytest
 
@@ -62,6 +64,32 @@ async def test_an_instance_drained_through_one_worker_is_drained_with_all(two_wo
     await workers.served.client.post("/instances/inst-0/undrain", headers=AUTHORIZED)
     assert (await workers.get("/instances/inst-0"))["draining"] is False
     assert set(await workers.completed(30)) == {"inst-0", "inst-1"}
+
+
+async def test_an_instance_added_again_under_a_drained_name_is_drained_with_no_worker(
+    start_workers: StartWorkers,
+) -> None:
+    workers = await start_workers(2, engines=2)
+    client = workers.served.client
+    url = (await workers.get("/instances/inst-1"))["url"]
+    for drained in (False, True):
+        assert (await client.post("/instances/inst-1/drain", headers=AUTHORIZED)).json()["draining"] is True
+        assert (await client.delete("/instances/inst-1?grace_s=0", headers=AUTHORIZED)).status_code == 200
+        body = {"name": "inst-1", "url": url}
+        added = await client.post("/instances", headers=AUTHORIZED, json=body)
+        assert (added.status_code, added.json()["draining"]) == (201, False)
+        if drained:
+            assert (await client.post("/instances/inst-1/drain", headers=AUTHORIZED)).json()["draining"] is True
+        for pid in [row["pid"] for row in await workers.stats()][:1]:
+            os.kill(pid, signal.SIGKILL)
+        restarts = 2 if drained else 1
+
+        async def again(restarts: int = restarts) -> bool:
+            return await workers.ready() and (await workers.stats())[0]["restarts"] == restarts
+
+        await until(again)
+        assert set(await workers.completed(20)) == ({"inst-0"} if drained else {"inst-0", "inst-1"})
+        assert (await workers.get("/instances/inst-1"))["draining"] is drained
 
 
 async def test_switches_and_added_instances_reach_all_workers(start_workers: StartWorkers) -> None:
