@@ -17,7 +17,7 @@ from proxy.settings.section import Section
 class AdmissionSwitch(Section):
     """Body of ``PUT /admission``; omitted fields stay unchanged."""
 
-    name: str | None = Field(None, description="admission rule to apply")
+    name: str | None = Field(None, description="admission rule to apply; default: the active one")
     params: dict[str, Any] = Field(default_factory=dict, description="its parameters; the others take their defaults")
     max_hold_s: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="longest time a request is held, in seconds"

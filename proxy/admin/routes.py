@@ -29,9 +29,9 @@ class PolicySwitch(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    name: str | None = Field(None, description="routing policy to apply")
+    name: str | None = Field(None, description="routing policy to apply; default: the active one")
     params: dict[str, Any] = Field(default_factory=dict, description="its parameters; the others take their defaults")
-    planner: str | None = Field(None, description="offload planner to apply")
+    planner: str | None = Field(None, description="offload planner to apply; default: the active one")
     planner_params: dict[str, Any] = Field(default_factory=dict, description="its parameters")
 
 

@@ -234,10 +234,17 @@ class Router:
         planner: str | None,
         planner_params: Mapping[str, Any] | None,
     ) -> None:
-        """Switch policy or planner; both are built before either is replaced. Raises ValueError if one is unknown."""
+        """Switch policy or planner; both are built before either is replaced. Parameters alone are the active one's.
+
+        Raises:
+            ValueError: one is unknown, or its parameters are invalid.
+        """
         routing = self.routing
-        policy = make_routing(name, params) if name is not None else routing.policy
-        offload = make_planner(planner, planner_params) if planner is not None else routing.planner
+        policy, offload = routing.policy, routing.planner
+        if name is not None or params:
+            policy = make_routing(name or policy.name, params)
+        if planner is not None or planner_params:
+            offload = make_planner(planner or offload.name, planner_params)
         routing.policy, routing.planner = policy, offload
 
     def apply(self, settings: Settings) -> None:

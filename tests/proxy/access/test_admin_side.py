@@ -8,6 +8,7 @@ import httpx
 import pytest
 from fastapi import Request
 
+from policies.registry import parameters
 from proxy.access.guard import Guard
 from proxy.access.keys import Keys
 from proxy.access.rules import Access, Listener, Side, admin_key_of, side_of
@@ -91,6 +92,9 @@ async def test_by_default_the_admin_side_is_on_the_loopback_listener_without_a_k
         ("/policy", {"name": "warm", "params": {"steps": 1}}, "policy_refused"),
         ("/policy", {"name": "warm", "params": {"step_s": -1}}, "policy_refused"),
         ("/policy", {"planner": "sometimes"}, "unknown_policy"),
+        ("/policy", {"params": {"steps": 1}}, "policy_refused"),
+        ("/policy", {"planner_params": {"steps": 1}}, "policy_refused"),
+        ("/admission", {"params": {"steps": 1}}, "admission_rule_refused"),
         ("/admission", {"name": "session_caps"}, "unknown_admission_rule"),
         ("/admission", {"name": "session_cap", "params": {"sessions": 0}}, "admission_rule_refused"),
     ],
@@ -101,6 +105,18 @@ async def test_an_unknown_name_and_a_wrong_parameter_have_codes_of_their_own(
     proxy = await start_proxy(1)
     answer = await proxy.client.put(path, json=body)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, code)
+
+
+async def test_parameters_without_a_name_apply_to_the_active_policy_planner_and_rule(start_proxy: StartProxy) -> None:
+    proxy = await start_proxy(1)
+    await proxy.client.put("/policy", json={"name": "linear", "planner": "threshold"})
+    both = {"params": {"alpha": 7.0}, "planner_params": {"max_in_flight": 9}}
+    answer = (await proxy.client.put("/policy", json=both)).json()
+    assert (answer["name"], answer["planner"]) == ("linear", "threshold")
+    router = proxy.core.router
+    assert (parameters(router.policy)["alpha"], parameters(router.planner)["max_in_flight"]) == (7.0, 9)
+    await proxy.client.put("/policy", json={"planner": "never", "params": {}})
+    assert parameters(router.policy)["alpha"] == 7.0, "no parameters change nothing"
 
 
 async def test_what_changes_the_fleet_needs_an_admin_key_even_on_loopback(start_proxy: StartProxy) -> None:
