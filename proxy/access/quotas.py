@@ -91,6 +91,12 @@ class Allowance:
         self.wait_s(now_s)
         return self._left
 
+    def change(self, per_min: int, now_s: float) -> None:
+        """Apply another amount per minute. What is spent stays spent, but a lower amount overdraws nothing."""
+        left = self.left(now_s)
+        self._left = max(left + per_min - self.per_min, min(left, 0.0))
+        self.per_min = per_min
+
     def lower(self, left: float) -> None:
         """Leave at most this much."""
         self._left = min(self._left, left)
@@ -267,6 +273,9 @@ def _digest(session: str) -> int:
 
 
 def _allowance(old: Allowance | None, per_min: int | None, now_s: float) -> Allowance | None:
-    if per_min is None or (old is not None and old.per_min == per_min):
-        return None if per_min is None else old
-    return Allowance(per_min, now_s)
+    if per_min is None:
+        return None
+    if old is None:
+        return Allowance(per_min, now_s)
+    old.change(per_min, now_s)
+    return old

@@ -125,6 +125,22 @@ def test_a_reload_keeps_the_use_of_a_key_and_applies_its_new_limits() -> None:
     assert keys.tenant("two") is None
 
 
+@pytest.mark.parametrize(
+    ("spent", "per_min", "left"),
+    [(60, 100, 40.0), (60, 200, 140.0), (60, 80, 20.0), (60, 10, 0.0), (130, 200, 70.0), (130, 50, -30.0)],
+)
+def test_what_is_spent_of_a_minute_stays_spent_under_another_limit(spent: int, per_min: int, left: float) -> None:
+    quota = Quota(key(max_tokens_per_min=100, max_requests_per_min=100), 0.0)
+    quota.spend(spent, 0.0)
+    if spent < 100:
+        quota.enter(0.0)
+    requests_left = quota.use(0.0).requests_left
+    quota.apply(key(max_tokens_per_min=per_min, max_requests_per_min=per_min), 0.0)
+    assert quota.use(0.0).tokens_left == left
+    assert quota.use(0.0).requests_left == per_min - (100 - requests_left)
+    assert quota.use(60.0).tokens_left == min(per_min, left + per_min), "it refills at the new rate"
+
+
 FRONT = {"client": [entry("front", KEY, names_tenant=True), entry("alice", OTHER, weight=2.0)]}
 
 
