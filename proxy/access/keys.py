@@ -26,7 +26,7 @@ _SCHEME = b"bearer "
 
 
 class Keys:
-    """API keys of both sides: ``client`` for ``/v1/*``, ``admin`` for everything else. Only ``reload`` does I/O.
+    """API keys of both sides: ``client`` for ``/v1/*``, ``admin`` for everything else. Only ``read`` does I/O.
 
     A client key's ``quota`` survives a reload that keeps its name.
     """
@@ -83,15 +83,17 @@ class Keys:
         quota = self._quotas.get(KeyName(name))
         return None if quota is None else quota.tenant
 
-    def reload(self, settings: KeySettings | None = None, *, dry_run: bool = False) -> None:
-        """Read the keys again, from ``settings`` or the previous ones; keeps the old keys on failure.
+    def reload(self, settings: KeySettings | None = None) -> None:
+        """Read the keys again, from ``settings`` or the previous ones, and apply them. Raises as ``read``."""
+        settings = settings or self._settings
+        self.apply(settings, self.read(settings))
 
-        With ``dry_run`` the keys are only checked.
+    def read(self, settings: KeySettings) -> KeyLists:
+        """Read the keys of other settings and check that they may replace the present ones.
 
         Raises:
             SettingsError: the file is invalid, or removes the last key of a side, which would open it.
         """
-        settings = settings or self._settings
         try:
             lists = settings.lists()
         except ValueError as error:
@@ -99,13 +101,17 @@ class Keys:
         for side, before, after in (("client", self._client, lists.client), ("admin", self._admin, lists.admin)):
             if before and not after:
                 raise SettingsError(f"keys.{side}: a reload must not remove the last key: restart the proxy to do that")
-        if dry_run:
-            return
+        return lists
+
+    def apply(self, settings: KeySettings, lists: KeyLists) -> None:
+        """Replace the keys by those that were read from ``settings``."""
         self._settings = settings
         self._take(lists)
         log.info("keys: %d for clients, %d for admins", len(self._client), len(self._admin))
 
     def _take(self, lists: KeyLists) -> None:
+        self.lists = lists
+        """Effective keys of both sides, those of the file among them."""
         self._client = tuple((KeyName(key.name), bytes.fromhex(key.sha256)) for key in lists.client)
         self._admin = tuple((KeyName(key.name), bytes.fromhex(key.sha256)) for key in lists.admin)
         now_s, before = time.monotonic(), self._quotas

@@ -19,10 +19,13 @@ from proxy.core import Core
 from proxy.fleet.instances import Instance, Source
 from proxy.operations.fleet_changes import FleetChanges
 from proxy.paths import OtherPaths
-from proxy.settings import InstanceSettings, Settings, SettingsError
-from proxy.settings.diff import Change, differences, effective_settings, instance_differences, replaced
+from proxy.settings import InstanceSettings, KeyLists, Settings, SettingsError
+from proxy.settings.diff import Change, differences, effective_settings, instance_differences, key_differences, replaced
 
 log = logging.getLogger("warmroute.reload")
+
+_LISTED_KEYS = ("keys.client.", "keys.admin.")
+"""Differences that are reported together with those of the keys' file."""
 
 
 class Result(StrEnum):
@@ -107,29 +110,28 @@ class Reloader:
             raise SettingsError("this proxy was not started from settings that can be reloaded")
         core = self._core
         new = await asyncio.to_thread(self.load)
-        core.keys.reload(new.keys, dry_run=True)
-        self._changes(new)
+        keys = core.keys.read(new.keys)
+        self._changes(new, keys)
         # Engines that answer now can receive requests as soon as they are in the fleet.
         known = {instance.url for instance in core.instances}
         unseen = [each for each in new.instances if each.url not in known]
         answers = await asyncio.gather(*(core.handoff.alive(Instance(each)) for each in unseen))
         well = {each.url for each, answer in zip(unseen, answers, strict=True) if answer}
-        changes = self._changes(new)  # the fleet may have changed meanwhile
+        changes = self._changes(new, keys)  # the fleet may have changed meanwhile
         self._log_changes(changes, dry_run)
         if dry_run or not any(change.live for change in changes):
             if not dry_run:
-                # Neither the file with further keys nor that of the certificate is part of the settings.
-                core.keys.reload(new.keys)
+                # The file of the certificate is not part of the settings.
                 core.certificate.look()
             result = Result.APPLIED if any(change.live for change in changes) else Result.UNCHANGED
             return ReloadReport(result, changes, dry_run=dry_run)
-        added = self._apply(effective_settings(core.settings, new), changes, well)
+        added = self._apply(effective_settings(core.settings, new), keys, changes, well)
         await asyncio.gather(*(self._fleet.probe(instance) for instance in added))
         report = ReloadReport(Result.APPLIED, changes)
         self.on_applied(report)
         return report
 
-    def _changes(self, new: Settings) -> list[Change]:
+    def _changes(self, new: Settings, keys: KeyLists) -> list[Change]:
         """Differences from the effective settings. Raises SettingsError if instances of file and API conflict."""
         core = self._core
         wanted = {each.name: each for each in new.instances}
@@ -148,7 +150,9 @@ class Reloader:
             for name in running
             if core.instances[name].source is not Source.FILE
         ]
-        return differences(core.settings, new) + instance_differences(running, wanted) + adopted
+        of_settings = [each for each in differences(core.settings, new) if not each.key.startswith(_LISTED_KEYS)]
+        of_keys = key_differences(core.keys.lists, keys)
+        return of_settings + of_keys + instance_differences(running, wanted) + adopted
 
     def _the_files(self, instance: Instance, wanted: dict[str, InstanceSettings]) -> bool:
         """True if the file controls this instance of the fleet: it listed it before, or does now."""
@@ -156,10 +160,10 @@ class Reloader:
             return False
         return instance.source is Source.FILE or instance.name in wanted
 
-    def _apply(self, settings: Settings, changes: list[Change], well: set[str]) -> list[Instance]:
+    def _apply(self, settings: Settings, keys: KeyLists, changes: list[Change], well: set[str]) -> list[Instance]:
         """Apply the settings in one synchronous step. Returns the engines that are new in the fleet."""
         core, offload, limits = self._core, settings.offload, settings.limits
-        core.keys.reload(settings.keys)
+        core.keys.apply(settings.keys, keys)
         core.certificate.look()
         core.settings = settings
         core.tenants.apply(settings.fairness)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, SecretStr
 
-from proxy.settings import InstanceSettings, Settings
+from proxy.settings import InstanceSettings, KeyLists, Settings
 
 _MASK = "***"
 _SECRET_KEYS = frozenset({"sha256", "api_key", "engine_key", "password", "secret"})
@@ -113,7 +113,10 @@ def replaced(keys: Iterable[str]) -> Replaced:
 
 
 def differences(old: Settings, new: Settings) -> list[Change]:
-    """Every differing key in the order of the settings, except the fleet (``instance_differences``)."""
+    """Every differing key in the order of the settings, except the fleet (``instance_differences``).
+
+    Of API keys only those that the settings list themselves: ``key_differences`` has those of their file too.
+    """
     return _compare(old, new, skip="instances")
 
 
@@ -129,6 +132,20 @@ def instance_differences(old: Mapping[str, InstanceSettings], new: Mapping[str, 
             changes += [
                 Change(f"instances.{name}.{change.key}", change.old, change.new) for change in _compare(before, after)
             ]
+    return changes
+
+
+def key_differences(old: KeyLists, new: KeyLists) -> list[Change]:
+    """Differences of the keys by name, wherever they are listed: an added or removed one, or a field of one."""
+    changes: list[Change] = []
+    for side in KeyLists.model_fields:
+        before, after = ({key.name: key for key in getattr(lists, side)} for lists in (old, new))
+        for name in dict.fromkeys((*before, *after)):
+            known, wanted, label = before.get(name), after.get(name), f"keys.{side}.{name}"
+            if known is None or wanted is None:
+                changes.append(Change(label, *(each and _MASK for each in (known, wanted))))
+            else:
+                changes += [Change(f"{label}.{each.key}", each.old, each.new) for each in _compare(known, wanted)]
     return changes
 
 

@@ -18,6 +18,7 @@ import yaml
 from pydantic import BaseModel
 
 from policies.registry import parameters
+from proxy.access.keys import digest_of
 from proxy.core import Core
 from proxy.request.parse import Endpoint
 from proxy.settings import Settings, load_settings
@@ -484,6 +485,36 @@ async def test_secrets_are_in_neither_report_nor_log(start: StartReloadable, cap
     for secret in ("engine-secret", "own-secret", "ab" * 32):
         assert secret not in reported
     await running.until(lambda: bool(running.engines[0].probes))
+
+
+async def test_keys_of_a_file_are_reported_by_name_without_their_hashes(
+    start: StartReloadable, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "keys.yaml"
+
+    def write(**keys: dict[str, Any]) -> None:
+        listed = [{"name": name, "sha256": digest_of(f"secret of {name}"), **more} for name, more in keys.items()]
+        file.write_text(yaml.safe_dump({"client": listed}), encoding="utf-8")
+
+    write(stays={}, leaves={}, changes={"max_concurrent": 2}, rotates={})
+    running = await start(1, keys={**KEYS, "file": str(file)})
+    assert (await running.reload())["result"] == "unchanged"
+    write(stays={}, changes={"max_concurrent": 3}, rotates={"sha256": digest_of("another")}, comes={"weight": 2.0})
+    expected = {
+        "keys.client.leaves": ("***", None),
+        "keys.client.changes.max_concurrent": (2, 3),
+        "keys.client.rotates.sha256": ("***", "***"),
+        "keys.client.comes": (None, "***"),
+    }
+    with caplog.at_level(logging.INFO, logger="warmroute.reload"):
+        for dry_run in (True, False):
+            report = await running.reload(dry_run=dry_run)
+            assert {each["key"]: (each["old"], each["new"]) for each in report["changes"]} == expected
+            assert (report["result"], report["needs_restart"]) == ("applied", [])
+            assert (running.core.keys.tenant("comes") is None) is dry_run
+            assert digest_of("another") not in str(report) + caplog.text
+    assert "keys.client.comes" in caplog.text
+    assert (await running.reload())["result"] == "unchanged"
 
 
 async def test_it_is_for_admins_and_for_proxies_that_have_settings_to_read(start: StartReloadable) -> None:
