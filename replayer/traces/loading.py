@@ -42,6 +42,8 @@ _DEFAULT_UNIT = {Format.BAILIAN: "s", Format.MOONCAKE: "ms", Format.AGENT_TEXT: 
 _DEFAULT_UNIT |= {Format.AZURE: "s", Format.BURSTGPT: "s"}
 _MADE_BLOCKS = {Format.AGENT_TEXT, Format.AZURE, Format.BURSTGPT}
 """Formats without block ids, which get blocks of 64 tokens unless another size is given."""
+_DERIVED_SESSIONS = {Format.MOONCAKE}
+"""Formats without sessions of which `load` derives them, from the whole trace."""
 
 
 class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,9 +145,10 @@ def iter_trace(path: str | Path, options: LoadOptions | None = None) -> Iterator
 def stream(path: str | Path, options: LoadOptions | None = None) -> TraceStream:
     """Requests of a Bailian-style or Mooncake file in time order, with bounded memory.
 
-    Times are those that `load` gives. Sessions are the file's; a trace without any has a session per request. Block
-    ids are replaced by chained keys (`replayer.traces.chaining`), unless they are to be kept: prompts share what they
-    share after `load`'s repair, but the stream does not report what was wrong with the ids.
+    Times are those that `load` gives. Sessions are the file's; a Mooncake file has none, and the options must say
+    ``sessions="single"`` for one per request, as deriving them takes the whole trace. Block ids are replaced by chained
+    keys (`replayer.traces.chaining`), unless they are to be kept: prompts share what they share after `load`'s repair,
+    but the stream does not report what was wrong with the ids.
 
     Raises:
         TraceError: names file, line and remedy; while reading, also for a file that is not in time order.
@@ -155,6 +158,11 @@ def stream(path: str | Path, options: LoadOptions | None = None) -> TraceStream:
     if options.chain == "error":
         raise TraceError(f"{path}: a stream cannot be checked for unchained ids; load the file whole")
     opened = _open_stream(path, options)
+    if opened.format in _DERIVED_SESSIONS and options.sessions == "derived":
+        raise TraceError(
+            f"{path}: the trace has no sessions, and a stream cannot derive them: give --sessions single for one per "
+            "request, or leave out --stream"
+        )
     return TraceStream(
         requests=_in_order(opened, str(path), Chainer() if options.chain == "repair" else None),
         block_tokens=opened.block_tokens,
@@ -233,7 +241,7 @@ def load(path: str | Path, options: LoadOptions | None = None) -> Trace:
         parents_first(requests)
         notes += bailian.link(requests, where)
     _chain(requests, options, where, notes)
-    if opened.format is Format.MOONCAKE and options.sessions == "derived":
+    if opened.format in _DERIVED_SESSIONS and options.sessions == "derived":
         found = mooncake.derive_sessions(requests, opened.block_tokens)
         notes.append(f"the trace has no sessions; {found} derived by prefix chaining (--sessions single: none)")
     renumbered = order_turns(requests, where)

@@ -153,6 +153,22 @@ def test_streams_that_cannot_be_are_refused(tmp_path: Path) -> None:
         stream(text)
 
 
+def test_a_stream_does_not_derive_sessions_and_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "mooncake.jsonl"
+    prompts = [[1, 2], [5, 6], [1, 2, 3]]
+    rows = [
+        {"timestamp": 1000 * number, "input_length": 512 * len(ids), "output_length": 4, "hash_ids": ids}
+        for number, ids in enumerate(prompts)
+    ]
+    path.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+    assert len({request.session_id for request in load(path).requests}) == 2
+    with pytest.raises(TraceError, match=r"--sessions single .* leave out --stream"):
+        stream(path)
+    single = list(stream(path, LoadOptions(sessions="single")).requests)
+    assert len({request.session_id for request in single}) == 3
+    assert len(list(iter_trace(path))) == 3
+
+
 @pytest.mark.parametrize("session", [{}, {"session_id": "given"}])
 def test_a_stream_refuses_a_request_above_its_parent(tmp_path: Path, session: dict[str, str]) -> None:
     path = tmp_path / "trace.jsonl"
