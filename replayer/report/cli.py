@@ -204,19 +204,22 @@ def _baseline_first(arms: list[Arm], baseline: str) -> list[Arm]:
 
 
 def _with_breakdowns(arms: list[Arm], given: Sequence[str]) -> list[Arm]:
-    """The arms with rows from ARM=FILE."""
+    """The arms with rows from ARM=FILE; rows that are not of the run are reported, or refused if none is."""
     from replayer.records.breakdown_rows import BreakdownError, read_rows
+    from replayer.report.inputs import ReportError, with_rows
 
     by_label = {one.label: position for position, one in enumerate(arms)}
     for spec in given:
         label, separator, file = spec.rpartition("=")
         if not separator or label not in by_label:
             _stop(f"--breakdown {spec}: expected ARM=FILE with ARM one of {', '.join(by_label)}")
+        before = arms[by_label[label]]
         try:
-            rows = read_rows(file)
-        except (OSError, BreakdownError) as error:
+            arms[by_label[label]] = found = with_rows(before, read_rows(file), file)
+        except (OSError, BreakdownError, ReportError) as error:
             _stop(f"--breakdown {spec}: {error}")
-        arms[by_label[label]] = replace(arms[by_label[label]], breakdown=rows)
+        for warning in found.warnings[len(before.warnings) :]:
+            typer.echo(f"{label}: {warning}", err=True)
     return arms
 
 

@@ -256,6 +256,25 @@ def _beside(label: str, one: ArmRun) -> Arm:
     )
 
 
+def with_rows(arm: Arm, rows: Sequence[BreakdownRow], source: str) -> Arm:
+    """The arm with other breakdown rows of its first run, and a warning if some are not of that run.
+
+    Raises:
+        ReportError: no row is of that run.
+    """
+    requests = {record.request_id for record in arm.run.records}
+    strange = sum(row.request_id not in requests for row in rows)
+    if not strange:
+        return replace(arm, breakdown=rows)
+    if strange == len(rows):
+        raise ReportError(
+            f"{source}: none of its {len(rows):,} rows has a request_id of the first run of arm {arm.label}; give the "
+            "rows that were collected during that run"
+        )
+    warning = f"{source}: {strange:,} of {len(rows):,} rows are of no request of the run (request_id)"
+    return replace(arm, breakdown=rows, warnings=[*arm.warnings, warning])
+
+
 def read_environment(directory: Path) -> Mapping[str, Any] | None:
     """The machine and the versions an experiment ran on; None where it did not keep them."""
     return _read_json(directory / ENVIRONMENT_FILE)

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import typer
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from policies.registry import make_routing
 from replayer.compare.arms import ArmRun, ArmRuns
@@ -212,9 +213,12 @@ def test_every_figure_is_written_as_png_and_svg(reported: tuple[str, str, Path])
 
 
 def test_run_files_with_a_breakdown_each(app: typer.Typer, stored: Store, tmp_path: Path) -> None:
-    paths = [str(stored(make_run())), str(stored(make_run("slow", slower=1.3, noise_seed=2)))]
+    slow = make_run("slow", slower=1.3, noise_seed=2)
+    paths = [str(stored(make_run())), str(stored(slow))]
     rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"outcome": "ok", "stages_ms": {"total": 5}}\n')
+    rows.write_bytes(
+        msgspec.json.encode({"request_id": slow.records[0].request_id, "outcome": "ok", "stages_ms": {"total": 5}})
+    )
     output = tmp_path / "report.html"
     options = ["--output", str(output), "--breakdown", f"slow={rows}", "--resamples", "1000"]
     result = CliRunner().invoke(app, ["report", *paths, *options])
@@ -222,6 +226,30 @@ def test_run_files_with_a_breakdown_each(app: typer.Typer, stored: Store, tmp_pa
     assert re.search(r"slow against baseline: better on none and worse on \d+ of \d+ metrics", result.output)
     assert re.search(r"▲ \d+ worse", result.output)
     assert "Proxy breakdown: slow, 1 rows" in output.read_text()
+
+
+def test_breakdown_rows_of_another_run_are_counted_and_refused_if_none_fits(
+    app: typer.Typer, stored: Store, tmp_path: Path
+) -> None:
+    run, rows, output = make_run(sessions=3), tmp_path / "rows.jsonl", tmp_path / "report.html"
+    own, others = [record.request_id for record in run.records[:3]], ["other-1", "other-2"]
+
+    def reported(ids: list[str]) -> Result:
+        rows.write_bytes(b"".join(msgspec.json.encode({"request_id": one, "outcome": "ok"}) + b"\n" for one in ids))
+        options = ["--output", str(output), "--breakdown", f"baseline={rows}"]
+        return CliRunner().invoke(app, ["report", str(stored(run)), *options])
+
+    refused = reported(others)
+    assert refused.exit_code == 2
+    assert "none of its 2 rows has a request_id of the first run of arm baseline" in refused.output
+    assert not output.exists()
+    mixed = reported(own + others)
+    assert mixed.exit_code == 0, mixed.output
+    sentence = "2 of 5 rows are of no request of the run"
+    assert sentence in mixed.output
+    assert sentence in output.read_text()
+    assert reported(own).exit_code == 0
+    assert "of no request" not in output.read_text()
 
 
 @pytest.mark.parametrize(
