@@ -1,4 +1,7 @@
-"""``python -m sim``: run one simulated engine; ``python -m sim simulate`` and ``fidelity``: virtual time."""
+"""``python -m sim``: run one simulated engine; ``python -m sim simulate`` and ``fidelity``: virtual time.
+
+``python -m sim check`` is for launch: see `sim.offline.checking`.
+"""
 
 import sys
 from collections.abc import Callable
@@ -8,9 +11,10 @@ import typer
 
 from sim.cli import engine
 from sim.fidelity.cli import fidelity
+from sim.offline.checking import check_command
 from sim.offline.cli import simulate_command
 
-COMMANDS: dict[str, Callable[..., Any]] = {"simulate": simulate_command, "fidelity": fidelity}
+COMMANDS: dict[str, Callable[..., Any]] = {"simulate": simulate_command, "fidelity": fidelity, "check": check_command}
 
 if __name__ == "__main__":
     app = typer.Typer(add_completion=False)

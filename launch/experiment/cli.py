@@ -78,14 +78,14 @@ def run(
 
 @app.command()
 def plan(config: Config, settings: Overrides = None, as_json: AsJson = False) -> None:
-    """Print arms, order, seeds, offered load and expected time; nothing is started or written."""
+    """Print arms, order, seeds, offered load and expected time, after the checks of run; writes nothing."""
     import msgspec
     from rich.console import Console
 
     from launch.experiment.console import plan_table
     from launch.experiment.definition.file import ExperimentError
     from launch.experiment.definition.fleets import arm_fleets, clock_scale
-    from launch.experiment.definition.inputs import offered_load
+    from launch.experiment.definition.inputs import checked_load
     from launch.experiment.definition.order import plan_runs
     from launch.experiment.records import expected
     from replayer.replay.plan import describe
@@ -94,7 +94,7 @@ def plan(config: Config, settings: Overrides = None, as_json: AsJson = False) ->
     experiment = _load(config, settings)
     try:
         fleets = arm_fleets(experiment)
-        offered = offered_load(experiment)
+        offered = checked_load(experiment, fleets)
     except (ExperimentError, TraceError) as error:
         _stop(error)
     slots = plan_runs(experiment.settings)

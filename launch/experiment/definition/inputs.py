@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from launch.experiment.definition.engines import check_engines
 from launch.experiment.definition.file import ExperimentError, LoadedExperiment
 from launch.experiment.definition.fleets import arm_fleets, fleet_source
 from launch.experiment.definition.sections import SimulatedBackend
@@ -101,13 +102,16 @@ def plan_options(experiment: LoadedExperiment) -> PlanOptions:
     )
 
 
-def offered_load(experiment: LoadedExperiment) -> OfferedLoad:
-    """Load offered by each run; loads the whole trace.
+def checked_load(experiment: LoadedExperiment, fleets: dict[str, FleetFile]) -> OfferedLoad:
+    """Load offered by each run, after the checks of `prepare`; loads the whole trace and writes nothing.
 
     Raises:
-        ExperimentError, TraceError: the trace cannot be used.
+        ExperimentError, TraceError: an input is missing or refused.
     """
-    return make_plan(build_trace(experiment), plan_options(experiment)).offered
+    _profiles(experiment, fleets)
+    trace = build_trace(experiment)
+    check_engines(experiment, trace.block_tokens)
+    return make_plan(trace, plan_options(experiment)).offered
 
 
 def prepare(experiment: LoadedExperiment, directory: Path) -> Inputs:
@@ -128,9 +132,11 @@ def prepare(experiment: LoadedExperiment, directory: Path) -> Inputs:
         if path is not None:
             files["trace"] = file_sha256(path)
         if path is not None and experiment.settings.trace.as_stored:
-            load_trace(path, limit=_PROBE_REQUESTS)  # an unreadable trace fails here, not in the first run
+            # An unreadable trace fails here, not in the first run.
+            check_engines(experiment, load_trace(path, limit=_PROBE_REQUESTS).block_tokens)
             return Inputs(path, files["trace"], fleets, files)
         trace = build_trace(experiment)
+        check_engines(experiment, trace.block_tokens)
         made = directory / TRACE_FILE
         if not made.exists():
             bailian.write(made, trace.requests)

@@ -30,7 +30,7 @@ from launch.experiment.definition.file import (
     parse_experiment,
 )
 from launch.experiment.definition.fleets import arm_fleet, arm_fleets, clock_scale, placed_fleet
-from launch.experiment.definition.inputs import TRACE_FILE, build_trace, offered_load, prepare, trace_file
+from launch.experiment.definition.inputs import TRACE_FILE, build_trace, checked_load, prepare, trace_file
 from launch.experiment.definition.order import interleaved_rows, noise_seed, plan_runs, randomised_rows
 from launch.experiment.definition.reference import SECTIONS, reference
 from launch.experiment.records.environment import ENVIRONMENT_FILE, differences, engines_of, software
@@ -291,7 +291,7 @@ class TestTrace:
         assert experiment.settings.trace.as_stored
         path = trace_file(experiment)
         assert path == (tmp_path / "mine.jsonl").resolve()
-        assert len(load_trace(path).requests) == offered_load(experiment).requests == 40
+        assert len(load_trace(path).requests) == checked_load(experiment, {}).requests == 40
         with pytest.raises(ExperimentError, match=r"trace: nothing at yours\.jsonl"):
             trace_file(loaded(tmp_path, trace="yours.jsonl"))
 
@@ -337,7 +337,7 @@ class TestShipped:
         assert experiment.settings.name == name
         assert list(experiment.settings.arms) == SHIPPED[name]
         arm_fleets(experiment)
-        assert offered_load(experiment).requests > 100
+        assert checked_load(experiment, {}).requests > 100
 
     def test_a_a_arms_are_the_same(self) -> None:
         experiment = load_experiment(Path("aa-simulated"))
@@ -380,6 +380,28 @@ def invoke(*arguments: str) -> str:
     ended = CliRunner().invoke(app, ["experiment", *arguments])
     assert ended.exit_code == 2, ended.output
     return ended.output
+
+
+@pytest.mark.parametrize(
+    ("backend", "fleet", "messages"),
+    [
+        ({"profile": "bogus"}, {}, ["hardware profile 'bogus': neither a file nor one of configs/hardware"]),
+        ({}, {"profile": "bogus"}, ["hardware profile 'bogus'"]),
+        ({}, {"pool_tokens": 10}, ["arm b: a KV pool of 10 tokens holds no block of 64"]),
+        ({}, {"transport": "pigeon"}, ["arm b: profile h200 has no transport 'pigeon'"]),
+        ({"pool_tokens": 10}, {"prefill_instances": 8}, ["arm a: a KV pool", "arm b: --prefill-instances must leave"]),
+    ],
+)
+def test_engines_that_cannot_exist_are_refused_before_anything_starts(
+    tmp_path: Path, backend: dict[str, Any], fleet: dict[str, Any], messages: list[str]
+) -> None:
+    arms = {"a": {"policy": "linear"}, "b": {"policy": "linear", "fleet": fleet, "offload": "cost_model"}}
+    source = loaded(tmp_path, arms=arms, backend={**SIMULATED["backend"], **backend}).source
+    output = tmp_path / "run"
+    for refusal in (invoke("plan", str(source)), invoke("run", str(source), "--output", str(output))):
+        for message in messages:
+            assert message in refusal
+    assert {path.name for path in output.iterdir()} <= {".lock"}
 
 
 def test_a_directory_that_cannot_be_used_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,11 +18,14 @@ import yaml
 from typer.testing import CliRunner
 
 from launch.__main__ import app
+from launch.experiment.definition.file import LoadedExperiment
+from launch.experiment.definition.order import Slot
 from launch.experiment.definition.sections import ComparisonSettings
 from launch.experiment.records import environment
 from launch.experiment.records.freshness import SimulatedProof, read_proof, simulated_proof
 from launch.experiment.records.state import read_experiment
 from launch.experiment.run import simulated
+from launch.experiment.run.simulated import simulator_command
 from launch.experiment.verify import verify
 from launch.run.processes import ManagedProcess
 from replayer.compare.comparison import KeptSettings, kept_settings
@@ -133,7 +136,7 @@ def test_compare_reads_every_setting_of_the_section_comparison() -> None:
 def test_failed_and_refused_runs_are_reported_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first arm's transport is unknown to the hardware profile; the third's process claims to be the second's."""
+    """The first arm's simulator gets an unknown transport; the third's process claims to be the second's."""
 
     def proof(process: ManagedProcess) -> SimulatedProof:
         if process.log_path.parts[-3] == "again":
@@ -142,10 +145,14 @@ def test_failed_and_refused_runs_are_reported_and_the_others_go_on(
             return kept
         return simulated_proof(process)
 
+    def command(experiment: LoadedExperiment, slot: Slot, trace: Path, run_dir: Path) -> list[str]:
+        return [*simulator_command(experiment, slot, trace, run_dir), *(["--transport=pigeon"] * (slot.arm == "bad"))]
+
     directory = tmp_path / "run"
     monkeypatch.setattr(simulated, "simulated_proof", proof)
+    monkeypatch.setattr(simulated, "simulator_command", command)
     arms = {
-        "bad": {"policy": "linear", "fleet": {"transport": "pigeon"}},
+        "bad": {"policy": "linear"},
         "good": {"policy": "linear"},
         "again": {"policy": "linear"},
         "last": {"policy": "linear"},
