@@ -151,10 +151,11 @@ def floor_table(comparison: Comparison) -> Table:
 
 
 def goodput_lines(comparison: Comparison, slo: Slo) -> list[str]:
-    """Goodput per second of both arms, with the objectives in words."""
+    """Goodput per second of candidate and baseline by name, with the objectives in words."""
+    candidate, baseline = comparison.candidate_label, comparison.baseline_label
     objectives = {"goodput": slo.describe_fixed(), "goodput, scaled SLO": slo.describe_scaled() if slo.scaled else ""}
     return [
-        f"{name} ({objectives[name]}): {before:.3f} requests/s against {after:.3f} requests/s"
+        f"{name} ({objectives[name]}): {candidate} {after:.3f} requests/s against {baseline} {before:.3f} requests/s"
         for name, (before, after) in comparison.goodput_per_s.items()
     ]
 

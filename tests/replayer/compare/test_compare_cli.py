@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -188,7 +189,7 @@ def test_the_start_and_the_end_are_left_out_by_default(invoke: Invoke, store: St
 
 
 def test_goodput_on_request(invoke: Invoke, store: Store) -> None:
-    paths = [store(make_run()), store(make_run("b", slower=1.5))]
+    paths = [store(make_run()), store(make_run("b", slower=1.5)), store(make_run("c"))]
     options = [
         "--slo-ttft-s",
         "2",
@@ -201,9 +202,19 @@ def test_goodput_on_request(invoke: Invoke, store: Store) -> None:
     ]
     shown = invoke(*paths, *options)
     assert shown.exit_code == 0, shown.output
-    assert "goodput (TTFT ≤ 2 s, TPOT ≤ 0.02 s): " in shown.output
-    assert "goodput, scaled SLO (TTFT ≤ 0.5 s + 1 s per 1,000 prompt tokens, TPOT ≤ 0.02 s): " in shown.output
-    assert "requests/s against" in shown.output
+    lines, number = " ".join(shown.output.split()), r"\d+\.\d{3} requests/s"
+    goodput: dict[str, tuple[str, str]] = {}
+    for arm in "bc":
+        for name in (
+            "goodput (TTFT ≤ 2 s, TPOT ≤ 0.02 s)",
+            "goodput, scaled SLO (TTFT ≤ 0.5 s + 1 s per 1,000 prompt tokens, TPOT ≤ 0.02 s)",
+        ):
+            found = re.search(rf"{re.escape(name)}: {arm} ({number}) against baseline ({number})", lines)
+            assert found, lines
+            goodput[arm] = (found[1], found[2])
+    # The slower arm's figure stands behind its own name.
+    assert float(goodput["b"][0].split()[0]) < float(goodput["b"][1].split()[0])
+    assert goodput["b"][1] == goodput["c"][1]
 
 
 def test_a_warm_arm_ends_the_command_and_force_prints_why(invoke: Invoke, store: Store) -> None:
