@@ -306,7 +306,9 @@ def _sweep(setup: Setup, sweeps: list[str], folder: Path, jobs: int | None, *, r
     rows = [(point.name, result.figures, result.error) for point, result in results]
     console.print(figures_table(rows))
     console.print(sessions_table(rows))
-    console.print(f"written: {folder} (sweep.json and {len(points)} run files)", markup=False, soft_wrap=True)
+    written = sum(result.error is None for _, result in results)  # a failed point has no run file
+    files = f"{written} run file{'' if written == 1 else 's'}"
+    console.print(f"written: {folder} (sweep.json and {files})", markup=False, soft_wrap=True)
     return any(result.error is not None for _, result in results)
 
 

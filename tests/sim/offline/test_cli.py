@@ -124,11 +124,13 @@ def test_a_sweep_writes_a_folder(trace: Path, tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     said = call("simulate", trace, "-o", folder, "--sweep", "policy=linear,lmetric", "--instances", 2, "--jobs", 1)
     assert "done: policy=lmetric" in said
+    assert f"written: {folder} (sweep.json and 2 run files)" in said
     points = json.loads((folder / "sweep.json").read_text())["points"]
     assert [point["run"] for point in points] == ["000-policy=linear.jsonl", "001-policy=lmetric.jsonl"]
     assert read_run(folder / points[1]["run"]).header.options["instances"] == 2
     failing = tmp_path / "failing"
-    call("simulate", trace, "-o", failing, "--sweep", "pool-tokens=null,3", "--jobs", 1, code=1)
+    said = call("simulate", trace, "-o", failing, "--sweep", "pool-tokens=null,3", "--jobs", 1, code=1)
+    assert f"written: {failing} (sweep.json and 1 run file)" in said
 
 
 OWN = """
