@@ -253,8 +253,9 @@ def _measure(experiment: LoadedExperiment, directory: Path, state: ExperimentSta
         print_verdict(console, found)
     for refusal in refusals:
         console.print(refusal, markup=False, soft_wrap=True)
+    if len(state.arms) > 1:
+        console.print(f"Details: warmroute compare {directory} --details", markup=False, soft_wrap=True)
     console.print(
-        f"Details: warmroute compare {directory} --details\n"
         f"Write the report: warmroute report {directory} --output {directory / 'report.html'}",
         markup=False,
         soft_wrap=True,

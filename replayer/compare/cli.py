@@ -249,6 +249,9 @@ def _read(
         for group in groups:
             if len(group.runs) < 2:
                 _stop("--aa needs at least two replicates: --aa RUN.jsonl,RUN.jsonl[,...]")
+        if len(arms) == 1 and settings is not None:
+            only = "only one arm of the experiment has finished runs" if notes else "the experiment has one arm"
+            _stop(f"{runs[0]}: {only}, {arms[0].label}, and compare needs two; `warmroute report` shows one")
         if len(arms) < 2:
             _stop(
                 "compare needs two arms: BASELINE.jsonl CANDIDATE.jsonl [...], --arm twice, or an experiment's folder"

@@ -133,6 +133,16 @@ def test_compare_reads_every_setting_of_the_section_comparison() -> None:
 
 
 @pytest.mark.usefixtures("leaves_nothing")
+def test_one_arm_is_not_pointed_to_compare(tmp_path: Path) -> None:
+    for arms in ({"plain": {"policy": "linear"}}, {name: {"policy": "linear"} for name in ("plain", "again")}):
+        config, directory = written(tmp_path, arms=arms, repeats=1), tmp_path / str(len(arms))
+        ended = CliRunner().invoke(app, ["experiment", "run", str(config), "--output", str(directory)])
+        assert ended.exit_code == 0, ended.output
+        assert ("warmroute compare" in ended.output) == (len(arms) == 2)
+        assert f"warmroute report {directory}" in ended.output
+
+
+@pytest.mark.usefixtures("leaves_nothing")
 def test_failed_and_refused_runs_are_reported_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

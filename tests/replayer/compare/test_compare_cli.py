@@ -276,4 +276,16 @@ def test_a_lone_arm_has_nothing_to_be_compared_with(invoke: Invoke, experiment: 
     plan |= {"arms": ["linear"], "runs": [run for run in plan["runs"] if run["arm"] == "linear"]}
     (root / "experiment.json").write_text(json.dumps(plan))
     assert len(read_experiment(root).arms) == 1
-    assert "compare needs two arms" in invoke(root).output
+    refused = invoke(root)
+    assert refused.exit_code == 2
+    assert "the experiment has one arm, linear, and compare needs two" in " ".join(refused.output.split())
+
+
+def test_the_only_arm_with_finished_runs_is_named(invoke: Invoke, experiment: MakeExperiment) -> None:
+    root = experiment()
+    plan = json.loads((root / "experiment.json").read_text())
+    for run in plan["runs"]:
+        run["state"] = "done" if run["arm"] == "linear" else "failed"
+    (root / "experiment.json").write_text(json.dumps(plan))
+    forced = " ".join(invoke(root, "--force").output.split())
+    assert "only one arm of the experiment has finished runs, linear," in forced
