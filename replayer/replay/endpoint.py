@@ -28,14 +28,28 @@ def base_url(endpoint: str) -> str:
     return trimmed if trimmed.endswith("/v1") else trimmed + "/v1"
 
 
+def check_endpoint(endpoint: str, *, option: str = "--endpoint") -> None:
+    """Refuse a URL that no request can be sent to; ``option`` of the command named it.
+
+    Raises:
+        EndpointError: it has no scheme, or another than HTTP's.
+    """
+    scheme, separator, _ = endpoint.partition("://")
+    if not separator:
+        raise EndpointError(f"{option} {endpoint}: http:// is missing; give http://{endpoint}")
+    if scheme.lower() not in {"http", "https"}:
+        raise EndpointError(f"{option} {endpoint}: give a URL that begins with http:// or https://")
+
+
 async def first_model(
     http: aiohttp.ClientSession, endpoint: str, api_key: str | None, *, option: str = "--endpoint"
 ) -> str:
     """The first model the endpoint serves; ``option`` of the command named the endpoint.
 
     Raises:
-        EndpointError: the endpoint cannot be reached, or names none.
+        EndpointError: the endpoint is no URL, cannot be reached, or names none.
     """
+    check_endpoint(endpoint, option=option)
     url = base_url(endpoint) + "/models"
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     advice = f"start it, correct {option}, or give --model"

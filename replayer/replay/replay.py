@@ -20,7 +20,7 @@ from replayer.records.journal import Journal
 from replayer.records.runs import RecordError, RequestRecord, Run, RunHeader, latencies, read_run
 from replayer.records.version import installed_version
 from replayer.replay.client import CONNECT_TIMEOUT_S, READ_BYTES, ReplayedAnswer, send
-from replayer.replay.endpoint import CONTROL_TIMEOUT_S, base_url, first_model
+from replayer.replay.endpoint import CONTROL_TIMEOUT_S, base_url, check_endpoint, first_model
 from replayer.replay.plan import Plan, PlanOptions, SessionPlan, Step, make_plan, offered_dict
 from replayer.replay.prompts import BodyTemplate, PromptBuilder
 from replayer.traces.numbers import is_positive
@@ -232,11 +232,13 @@ async def replay_trace(
         The run as read from the file.
 
     Raises:
-        EndpointError: no model given and the endpoint names none.
+        EndpointError: an endpoint that is no URL, or no model given and the endpoint names none.
         RecordError: the output file cannot be used, or a record cannot be written.
         TraceError, ValueError: unusable settings.
     """
     options.check()
+    for endpoint in (options.endpoint, *options.further_endpoints):
+        check_endpoint(endpoint)
     plan = make_plan(trace, options.plan)
     builder = PromptBuilder(
         trace.block_tokens,

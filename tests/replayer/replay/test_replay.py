@@ -121,6 +121,24 @@ async def test_an_endpoint_without_models_is_an_error_before_anything_is_written
     assert not output.exists()
 
 
+@pytest.mark.parametrize("model", [None, "m"])
+@pytest.mark.parametrize(
+    ("endpoint", "words"),
+    [
+        ("127.0.0.1:21090", "http:// is missing; give http://127.0.0.1:21090"),
+        ("localhost/v1", "http:// is missing; give http://localhost/v1"),
+        ("ftp://localhost", "begins with http:// or https://"),
+    ],
+)
+async def test_an_endpoint_that_is_no_url_is_refused_before_anything_is_written(
+    tmp_path: Path, endpoint: str, words: str, model: str | None
+) -> None:
+    output = tmp_path / "run.jsonl"
+    with pytest.raises(EndpointError, match=words):
+        await replay_trace(make_trace(), output, ReplayOptions(endpoint=endpoint, model=model, plan=FAST))
+    assert not output.exists()
+
+
 async def test_no_more_sessions_than_allowed_are_in_progress(stub: Stub, tmp_path: Path) -> None:
     stub.delay_s = 0.01
     trace = make_trace(sessions=5, turns=2)
