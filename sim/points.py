@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from sim.hardware import KvPool, ProfileError, read_yaml
+from sim.hardware import KvPool, ProfileError, problems, read_yaml
 
 
 class _Strict(BaseModel):
@@ -112,4 +112,4 @@ def load_points(path: Path) -> Points:
     try:
         return Points.model_validate(read_yaml(path))
     except ValidationError as error:
-        raise ProfileError(f"{path} is not a points file: {error}") from error
+        raise ProfileError(f"{path} is not a points file: {problems(error)}") from error

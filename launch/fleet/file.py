@@ -122,8 +122,13 @@ def _check_profile(profile: str, source: str) -> None:
         if not Path(profile).is_file():
             raise FleetError(f"{source}: sim.profile: no file at {profile}")
     elif not (HARDWARE_FOLDER / f"{profile}.yaml").is_file():
-        names = sorted(path.stem for path in HARDWARE_FOLDER.glob("*.yaml") if not path.stem.endswith("_points"))
-        raise FleetError(f"{source}: sim.profile: no profile {profile!r}; known: {', '.join(names)}, or a path to one")
+        names = ", ".join(profile_names())
+        raise FleetError(f"{source}: sim.profile: no profile {profile!r}; known: {names}, or a path to one")
+
+
+def profile_names() -> list[str]:
+    """Names of the shipped hardware profiles; the points that they are fitted to lie beside them."""
+    return sorted(path.stem for path in HARDWARE_FOLDER.glob("*.yaml") if not path.stem.endswith("_points"))
 
 
 def find_fleet(path: Path) -> Path:

@@ -272,3 +272,15 @@ def test_a_profile_does_not_overwrite_the_points_that_it_is_fitted_to(tmp_path: 
         assert refused.exit_code == 2
         assert "is an input and would be overwritten" in refused.output
     assert points.read_bytes() == before
+
+
+def test_a_file_of_another_kind_is_refused_by_key() -> None:
+    with pytest.raises(ProfileError, match=r"h20_points.yaml is not a hardware profile: \d+ problem") as refused:
+        load_profile("h20_points")
+    lines = str(refused.value).splitlines()
+    assert "  step: Field required" in lines
+    assert "  decode: unknown key; check the spelling" in lines
+    assert "pydantic" not in str(refused.value)
+    with pytest.raises(ProfileError, match="is not a points file") as refused:
+        load_points(HARDWARE_FOLDER / "h20.yaml")
+    assert "  step: unknown key; check the spelling" in str(refused.value).splitlines()

@@ -57,9 +57,14 @@ def check_engines(experiment: LoadedExperiment, block_tokens: int) -> None:
         raise ExperimentError(f"the engines could not be checked: {' '.join(last) or error}") from error
     except (OSError, subprocess.TimeoutExpired, msgspec.MsgspecError) as error:
         raise ExperimentError(f"the engines could not be checked: {error}") from error
-    refused = [f"arm {name}: {error}" for name, error in zip(settings.arms, errors, strict=True) if error is not None]
+    refused: dict[str, list[str]] = {}
+    for name, why in zip(settings.arms, errors, strict=True):
+        if why is not None:
+            refused.setdefault(why, []).append(name)
     if refused:
-        raise ExperimentError("\n".join(refused))
+        raise ExperimentError(
+            "\n".join(f"arm{'s' * (len(names) > 1)} {', '.join(names)}: {reason}" for reason, names in refused.items())
+        )
 
 
 def _setup(backend: SimulatedBackend, planner: str, block_tokens: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from launch.experiment.definition.engines import check_engines
 from launch.experiment.definition.file import ExperimentError, LoadedExperiment
 from launch.experiment.definition.fleets import arm_fleets, fleet_source
 from launch.experiment.definition.sections import SimulatedBackend
-from launch.fleet.file import FleetFile
+from launch.fleet.file import FleetFile, profile_names
 from replayer.replay.plan import OfferedLoad, PlanOptions, make_plan
 from replayer.traces.formats import bailian
 from replayer.traces.formats.source import file_sha256
@@ -165,7 +165,6 @@ def _profiles(experiment: LoadedExperiment, fleets: dict[str, FleetFile]) -> dic
                 break
         else:
             raise ExperimentError(
-                f"hardware profile {name!r}: neither a file nor one of configs/hardware "
-                f"({', '.join(sorted(one.stem for one in (_PROJECT / 'configs' / 'hardware').glob('*.yaml')))})"
+                f"hardware profile {name!r}: neither a file nor one of configs/hardware ({', '.join(profile_names())})"
             )
     return found

@@ -387,6 +387,7 @@ def invoke(*arguments: str) -> str:
     [
         ({"profile": "bogus"}, {}, ["hardware profile 'bogus': neither a file nor one of configs/hardware"]),
         ({}, {"profile": "bogus"}, ["hardware profile 'bogus'"]),
+        ({"profile": "h20_points"}, {}, ["arms a, b: ", "is not a hardware profile", "decode: unknown key"]),
         ({}, {"pool_tokens": 10}, ["arm b: a KV pool of 10 tokens holds no block of 64"]),
         ({}, {"transport": "pigeon"}, ["arm b: profile h200 has no transport 'pigeon'"]),
         ({"pool_tokens": 10}, {"prefill_instances": 8}, ["arm a: a KV pool", "arm b: --prefill-instances must leave"]),
@@ -401,6 +402,9 @@ def test_engines_that_cannot_exist_are_refused_before_anything_starts(
     for refusal in (invoke("plan", str(source)), invoke("run", str(source), "--output", str(output))):
         for message in messages:
             assert message in refusal
+        # Neither a points file among the profiles, nor pydantic's own text.
+        assert "h20_points, " not in refusal
+        assert "errors.pydantic.dev" not in refusal
     assert {path.name for path in output.iterdir()} <= {".lock"}
 
 
