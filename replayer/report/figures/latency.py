@@ -116,8 +116,9 @@ def timeline(label: str, session: str, shown: Sequence[Span], reach_s: tuple[flo
             _bars(whole, row, span, span.scheduled_s)
             end_s = _bars(each, row, span, 0.0)
             each.text(end_s + 0.01 * reach_s[1], row, printable(_place_and_hits(span)), fontsize=6.5, va="center")
-        whole.set_xlim(0, reach_s[0] * 1.02)
-        each.set_xlim(0, reach_s[1] * 1.45)
+        # Turns that all failed at once have no length: an axis must have some.
+        whole.set_xlim(0, reach_s[0] * 1.02 or 1.0)
+        each.set_xlim(0, reach_s[1] * 1.45 or 1.0)
         whole.set_ylim(len(shown) - 0.4, -0.6)
         whole.set_yticks(range(len(shown)), [str(span.turn) for span in shown], fontsize=7)
         whole.set_ylabel("turn")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from replayer.report.decisions import class_matrix, reasons, summarise_rows
 from replayer.report.figures.style import slug
 from replayer.report.inputs import OneRun
 from replayer.report.offloads import offloads
-from replayer.report.sections import hits
+from replayer.report.sections import hits, session
 from replayer.report.summary import median_interval
 from replayer.report.timeline import choose_session, spans
 from replayer.report.turns import MIN_REQUESTS, by_turn
@@ -164,6 +165,18 @@ def test_spans_begin_when_the_session_was_due() -> None:
     assert (first.scheduled_s, first.sent_s, first.first_token_s, first.finished_s) == (0, 1, 3, 4)
     assert first.cached_share == 0.25
     assert (second.turn, second.first_token_s, second.ok) == (2, None, False)
+
+
+def test_a_session_that_failed_at_once_is_drawn_without_a_warning() -> None:
+    at_once: dict[str, Any] = {"sent_s": 0.0, "first_token_s": None, "finished_s": 0.0, "ok": False}
+    one = OneRun(Run(RunHeader(), [record(**at_once), record("t", **at_once)], None))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        shown = session({"a": [one]}, None)
+    assert shown is not None
+    for axes in shown.drawings[0].figure.axes:
+        low, high = axes.get_xlim()
+        assert low == 0 < high
 
 
 def proof(fresh: dict[str, Any] | None) -> str:
