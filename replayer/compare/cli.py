@@ -196,6 +196,10 @@ def compare_command(
     if settings is not None:
         given = given_options(context)
         options, applied = settings.applied(options, given), settings.describe(given)
+    if "slo_tokens" in given_options(context) and not options.slo.scaled:
+        _stop(
+            "--slo-tokens is for the length-scaled objective: give --slo-ttft-base-s or --slo-ttft-per-1k-tokens-s too"
+        )
     from replayer.compare.runs import compare_arms
 
     try:

@@ -217,6 +217,17 @@ def test_goodput_on_request(invoke: Invoke, store: Store) -> None:
     assert goodput["b"][1] == goodput["c"][1]
 
 
+def test_tokens_of_the_objective_apply_to_a_scaled_one_only(invoke: Invoke, experiment: MakeExperiment) -> None:
+    root = experiment()
+    assert "give --slo-ttft-base-s" in " ".join(invoke(root, "--slo-tokens", "new").output.split())
+    plan = json.loads((root / "experiment.json").read_text())
+    plan["config"] = {**(plan.get("config") or {}), "comparison": {"slo": {"ttft_base_s": 0.5}}}
+    (root / "experiment.json").write_text(json.dumps(plan))
+    scaled = invoke(root, "--slo-tokens", "new")
+    assert scaled.exit_code == 0, scaled.output
+    assert "per 1,000 new tokens" in " ".join(scaled.output.split())
+
+
 def test_a_warm_arm_ends_the_command_and_force_prints_why(invoke: Invoke, store: Store) -> None:
     warm = make_run("warm")
     warm.records[0].cached_tokens = warm.records[0].prompt_tokens
@@ -252,6 +263,8 @@ def test_the_run_that_a_forced_experiment_leaves_out_is_named(invoke: Invoke, ex
         (["{run}", "{folder}/none.jsonl"], "No such file"),
         (["{run}", "{run}", "--trace", "{folder}/none.jsonl"], "no such file"),
         (["{run}", "{run}", "--slo-e2e-s", "0"], "--slo-e2e-s must be above 0"),
+        (["{run}", "{run}", "--slo-tokens", "new"], "--slo-tokens is for the length-scaled objective: give --slo-ttft"),
+        (["{run}", "{run}", "--slo-ttft-s", "1", "--slo-tokens", "prompt"], "--slo-tokens is for the length-scaled"),
     ],
 )
 def test_what_cannot_be_done_is_said(
