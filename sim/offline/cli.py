@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from sim.offline.running import Ran
     from sim.offline.setup import Setup
 
+LOOK_AHEAD_S = 600.0
+"""Distance that a stream is read ahead of the clock unless another is given, seconds of the trace."""
+
 
 def simulate_command(
     trace: Annotated[
@@ -154,11 +157,14 @@ def simulate_command(
         ),
     ] = False,
     look_ahead_s: Annotated[
-        float,
+        float | None,
         typer.Option(
-            callback=finite, min=0, help="With --stream: read ahead of the clock by this, seconds of the trace."
+            callback=finite,
+            min=0,
+            help=f"With --stream: read ahead of the clock by this, seconds of the trace. Default: {LOOK_AHEAD_S:g}.",
+            show_default=False,
         ),
-    ] = 600.0,
+    ] = None,
     sweep: Annotated[
         list[str] | None,
         typer.Option(
@@ -237,13 +243,16 @@ def simulate_command(
         )
         if not sweep and (ray or resume or jobs is not None):
             _stop("--jobs, --resume and --ray are for sweeps: give --sweep KEY=V1,V2,...")
+        if not stream and look_ahead_s is not None:
+            _stop("--look-ahead-s is for streams: give --stream too")
         if sweep and (stream or breakdown_output is not None):
             _stop("--sweep cannot be given together with --stream or --breakdown-output")
         if sweep:
             failed = _sweep(setup, sweep, output or Path("sweep"), jobs, ray=ray, resume=resume)
             raise typer.Exit(1 if failed else 0)
         setup.check()
-        _run(setup, output or Path("run.jsonl"), breakdown_output, look_ahead_s if stream else None)
+        ahead_s = LOOK_AHEAD_S if look_ahead_s is None else look_ahead_s
+        _run(setup, output or Path("run.jsonl"), breakdown_output, ahead_s if stream else None)
     except FileExistsError as error:
         _stop(f"{error.filename}: already exists; give another name, or remove it")
     except (SimulationError, TraceError, UnknownPolicyError, PolicyParameterError, OSError) as error:

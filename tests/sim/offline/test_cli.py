@@ -100,6 +100,9 @@ def test_a_stream_writes_the_same_records(trace: Path, tmp_path: Path) -> None:
     call("simulate", trace, "-o", whole, "--policy", "lmetric")
     assert "sessions known at once" in call("simulate", trace, "-o", streamed, "--policy", "lmetric", "--stream")
     assert whole.read_bytes().split(b"\n")[1:] == streamed.read_bytes().split(b"\n")[1:]
+    further = tmp_path / "further.jsonl"
+    call("simulate", trace, "-o", further, "--policy", "lmetric", "--stream", "--look-ahead-s", 900)
+    assert further.read_bytes().split(b"\n")[1:] == whole.read_bytes().split(b"\n")[1:]
 
 
 def test_the_options_of_the_loader_reach_it(trace: Path, tmp_path: Path) -> None:
@@ -179,6 +182,9 @@ def test_python_m_sim_simulates_too(trace: Path, tmp_path: Path) -> None:
         (["--jobs", "2"], "are for sweeps"),
         (["--ray"], "are for sweeps"),
         (["--resume"], "are for sweeps"),
+        (["--look-ahead-s", "3"], "--look-ahead-s is for streams"),
+        (["--look-ahead-s", "600"], "--look-ahead-s is for streams"),
+        (["--look-ahead-s", "3", "--sweep", "seed=1,2"], "--look-ahead-s is for streams"),
         (["--sweep", "policy=linear", "--stream"], "cannot be given together"),
         (["--sweep", "policy"], "give KEY=VALUE1"),
         (["--stream", "--max-inflight-sessions", "3"], "--max-inflight-sessions"),
