@@ -103,6 +103,23 @@ def parse_arm(text: str) -> ArmRuns:
     return read_arm(label.strip(), paths)
 
 
+def parse_arms(texts: Sequence[str]) -> list[ArmRuns]:
+    """Arms from their ``NAME=RUN.jsonl,...``, each under a name of its own.
+
+    Raises:
+        ArmFilesError: not of that form, or a name is given twice.
+        RecordError, OSError: a file cannot be read.
+    """
+    names = Counter(text.partition("=")[0].strip() for text in texts if "=" in text)
+    for name, count in names.items():
+        if count > 1:
+            raise ArmFilesError(
+                f"--arm {name}=... is given {count} times: separate the repeats of an arm by commas, "
+                f"--arm {name}=RUN.jsonl,RUN.jsonl, or name the arms differently"
+            )
+    return [parse_arm(text) for text in texts]
+
+
 def unique(arms: Sequence[ArmRuns]) -> list[ArmRuns]:
     """The arms under different names: one used before gets a number."""
     seen: Counter[str] = Counter()

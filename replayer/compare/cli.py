@@ -228,7 +228,7 @@ def _read(
     runs: list[Path], specs: list[str], same: list[str], trace: Path | None, *, force: bool
 ) -> tuple[list[ArmRuns], list[ArmRuns], Trace | None, list[str], KeptSettings | None]:
     """Arms, A/A groups, trace, notes, an experiment's settings; an unreadable input ends the command, status 2."""
-    from replayer.compare.arms import ArmFilesError, parse_arm, read_arm, read_experiment, unique
+    from replayer.compare.arms import ArmFilesError, parse_arms, read_arm, read_experiment, unique
     from replayer.records.runs import RecordError
     from replayer.traces.loading import load_trace
     from replayer.traces.trace import TraceError
@@ -246,7 +246,7 @@ def _read(
             experiment = read_experiment(path, force=force)
             arms, notes, settings = experiment.arms, experiment.notes, experiment.settings
             trace = trace or (experiment.trace if experiment.trace and experiment.trace.exists() else None)
-        arms = unique([*arms, *(parse_arm(spec) for spec in specs)])
+        arms = unique([*arms, *parse_arms(specs)])
         groups = [
             read_arm(f"A/A {number}", [Path(one) for one in spec.split(",")]) for number, spec in enumerate(same, 1)
         ]

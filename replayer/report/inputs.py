@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from replayer.compare.arms import EXPERIMENT_FILE, ArmRun, ArmRuns, parse_arm, read_arm, read_experiment, unique
+from replayer.compare.arms import EXPERIMENT_FILE, ArmRun, ArmRuns, parse_arms, read_arm, read_experiment, unique
 from replayer.compare.comparison import KeptSettings
 from replayer.compare.pairing import silence_as_zero
 from replayer.records.breakdown_rows import BreakdownRow, read_rows, rows_of
@@ -181,7 +181,7 @@ def read_inputs(runs: Sequence[Path], specs: Sequence[str] = (), trace: Path | N
         notes = [note[:1].upper() + note[1:] + "." for note in experiment.notes]
         environment = read_environment(directory)
     else:
-        found = unique([*(read_arm("", [path]) for path in runs), *(parse_arm(spec) for spec in specs)])
+        found = unique([*(read_arm("", [path]) for path in runs), *parse_arms(specs)])
     if not found and notes:
         raise ReportError(f"{directory}: there is no finished run to report on. {' '.join(notes)}")
     if not found:

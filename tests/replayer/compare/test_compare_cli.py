@@ -259,6 +259,10 @@ def test_the_run_that_a_forced_experiment_leaves_out_is_named(invoke: Invoke, ex
         (["{run}", "{run}", "--keep-all", "--skip-last-s", "3"], "--keep-all leaves nothing out"),
         (["{run}", "--arm", "x"], "expected NAME=RUN.jsonl"),
         (["{run}", "{run}", "--aa", "{run}"], "--aa needs at least two replicates"),
+        (
+            ["--arm", "a={run}", "--arm", "a={run}"],
+            "--arm a=... is given 2 times: separate the repeats of an arm by commas, --arm a=RUN.jsonl,RUN.jsonl",
+        ),
         (["{run}", "{folder}"], "give it alone"),
         (["{run}", "{folder}/none.jsonl"], "No such file"),
         (["{run}", "{run}", "--trace", "{folder}/none.jsonl"], "no such file"),

@@ -261,6 +261,7 @@ def test_breakdown_rows_of_another_run_are_counted_and_refused_if_none_fits(
         (["--baseline", "nobody"], "there is no such arm; there are baseline"),
         (["--keep-all", "--skip-first-s", "3"], "--keep-all leaves nothing out"),
         (["--arm", "two=missing.jsonl"], "missing.jsonl"),
+        (["--arm", "a=x.jsonl", "--arm", "a=y.jsonl"], "separate the repeats of an arm by commas"),
     ],
 )
 def test_what_cannot_be_done_is_said(
