@@ -32,7 +32,6 @@ class Keys:
     """
 
     def __init__(self, settings: KeySettings) -> None:
-        self._settings = settings
         self._quotas: dict[KeyName, Quota] = {}
         self._take(settings.lists())
 
@@ -83,11 +82,6 @@ class Keys:
         quota = self._quotas.get(KeyName(name))
         return None if quota is None else quota.tenant
 
-    def reload(self, settings: KeySettings | None = None) -> None:
-        """Read the keys again, from ``settings`` or the previous ones, and apply them. Raises as ``read``."""
-        settings = settings or self._settings
-        self.apply(settings, self.read(settings))
-
     def read(self, settings: KeySettings) -> KeyLists:
         """Read the keys of other settings and check that they may replace the present ones.
 
@@ -103,9 +97,8 @@ class Keys:
                 raise SettingsError(f"keys.{side}: a reload must not remove the last key: restart the proxy to do that")
         return lists
 
-    def apply(self, settings: KeySettings, lists: KeyLists) -> None:
-        """Replace the keys by those that were read from ``settings``."""
-        self._settings = settings
+    def apply(self, lists: KeyLists) -> None:
+        """Replace the keys by those that were read."""
         self._take(lists)
         log.info("keys: %d for clients, %d for admins", len(self._client), len(self._admin))
 

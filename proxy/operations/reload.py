@@ -163,7 +163,7 @@ class Reloader:
     def _apply(self, settings: Settings, keys: KeyLists, changes: list[Change], well: set[str]) -> list[Instance]:
         """Apply the settings in one synchronous step. Returns the engines that are new in the fleet."""
         core, offload, limits = self._core, settings.offload, settings.limits
-        core.keys.apply(settings.keys, keys)
+        core.keys.apply(keys)
         core.certificate.look()
         core.settings = settings
         core.tenants.apply(settings.fairness)

@@ -277,26 +277,27 @@ def test_keys_in_a_file_are_read_again_and_a_bad_file_changes_nothing(tmp_path: 
         file.write_text(yaml.safe_dump(lists))
 
     write(client=[entry("one", KEY)])
-    keys = Keys(KeySettings.model_validate({"file": file, "admin": KEYS["admin"]}))
+    settings = KeySettings.model_validate({"file": file, "admin": KEYS["admin"]})
+    keys = Keys(settings)
     assert keys.client(headers_with(f"Bearer {KEY}")) == "one"
     assert keys.admin(headers_with(f"Bearer {ADMIN}")) == "root"
     write(client=[entry("two", OTHER, max_concurrent=3)])
-    keys.reload()
+    keys.apply(keys.read(settings))
     assert keys.client(headers_with(f"Bearer {OTHER}")) == "two"
     with pytest.raises(RequestError):
         keys.client(headers_with(f"Bearer {KEY}"))
     for broken in ("", "client: [", "client: [{name: x}]", "clients: []", "client: []", "[1]", f"client: [{KEY}]"):
         file.write_text(broken)
         with pytest.raises(SettingsError, match=r"keys\.yaml") as caught:
-            keys.reload()
+            keys.read(settings)
         assert KEY not in str(caught.value)
         assert keys.client(headers_with(f"Bearer {OTHER}")) == "two"
     write(admin=[entry("second", KEY)])
     with pytest.raises(SettingsError, match="last key"):
-        keys.reload()
+        keys.read(settings)
     file.unlink()
     with pytest.raises(SettingsError, match="No such file"):
-        keys.reload()
+        keys.read(settings)
     assert keys.client(headers_with(f"Bearer {OTHER}")) == "two"
 
 

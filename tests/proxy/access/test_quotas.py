@@ -106,13 +106,17 @@ def test_no_minute_has_more_than_twice_the_allowance(per_min: int, gaps: list[fl
     assert all(sum(1 for each in spent if at_s <= each < at_s + 60.0) <= 2 * per_min + 1 for at_s in spent)
 
 
+def reload(keys: Keys, settings: KeySettings) -> None:
+    keys.apply(keys.read(settings))
+
+
 def test_a_reload_keeps_the_use_of_a_key_and_applies_its_new_limits() -> None:
     before = entry("one", KEY, max_concurrent=2, max_requests_per_min=2)
     keys = Keys(KeySettings.model_validate({"client": [before, entry("two", OTHER)]}))
     quota, now_s = keys.quota(KeyName("one")), time.monotonic()
     quota.enter(now_s)
     quota.enter(now_s)
-    keys.reload(KeySettings.model_validate({"client": [{**before, "weight": 3.0, "priority": 2}]}))
+    reload(keys, KeySettings.model_validate({"client": [{**before, "weight": 3.0, "priority": 2}]}))
     assert keys.quota(KeyName("one")) is quota
     assert quota.tenant == Tenant("one", 3.0, 2)
     with pytest.raises(KeyLimitError, match="max_concurrent"):
@@ -120,7 +124,7 @@ def test_a_reload_keeps_the_use_of_a_key_and_applies_its_new_limits() -> None:
     quota.leave()
     with pytest.raises(KeyLimitError, match="max_requests_per_min"):
         quota.enter(now_s)
-    keys.reload(KeySettings.model_validate({"client": [entry("one", KEY)]}))
+    reload(keys, KeySettings.model_validate({"client": [entry("one", KEY)]}))
     quota.enter(now_s)
     assert keys.tenant("two") is None
 
