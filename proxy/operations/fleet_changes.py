@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -352,7 +351,7 @@ class FleetChanges:
         legs = core.router.state.remove_instance(name)
         core.instances.remove(name)
         if core.sharing is not None:
-            core.sharing.drains.removed(name, time.time())
+            core.sharing.removed(name)
         core.leaks.forget(name)
         core.stalls.restarted(name)
         core.meters.forget(name)

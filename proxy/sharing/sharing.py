@@ -135,6 +135,10 @@ class Sharing:
         self.drains.mark(instance, draining=draining, unix_s=time.time())
         self._stirred.set()
 
+    def removed(self, instance: str) -> None:
+        """Record that an instance has been removed here (`DrainMarks.removed`)."""
+        self.drains.removed(instance, time.time())
+
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready: this replica, the others, and the link."""
         now_s = time.monotonic()
