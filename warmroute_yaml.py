@@ -1,10 +1,16 @@
-"""YAML as every file of settings is read: as ``yaml.safe_load`` does, and a key that is given twice is an error."""
+"""YAML as every file of settings is read: as ``yaml.safe_load`` does, and a key that is given twice is an error.
+
+And the text of what is wrong with its values.
+"""
 
 from __future__ import annotations
 
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import yaml
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 
 class _Loader(yaml.SafeLoader):
@@ -34,3 +40,13 @@ def load_yaml(text: str | IO[str]) -> Any:
         yaml.YAMLError: not YAML, several documents, or a mapping with a key twice; the message has line and column.
     """
     return yaml.load(text, Loader=_Loader)  # the loader is a SafeLoader
+
+
+def problems_of(error: ValidationError) -> str:
+    """The problems of a file's values as one line for their number and one for each, with its key."""
+    lines = [f"{error.error_count()} problem(s)"]
+    for problem in error.errors():
+        where = ".".join(str(part) for part in problem["loc"]) or "(top level)"
+        what = "unknown key; check the spelling" if problem["type"] == "extra_forbidden" else problem["msg"]
+        lines.append(f"  {where}: {what.removeprefix('Value error, ')}")
+    return "\n".join(lines)

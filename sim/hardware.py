@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from policies.costs.constants import CostConstants, constants_of
 from sim.core.timing import StepTiming
 from sim.core.types import TransferSeconds
-from warmroute_yaml import load_yaml
+from warmroute_yaml import load_yaml, problems_of
 
 HARDWARE_FOLDER = Path(__file__).resolve().parent.parent / "configs" / "hardware"
 
@@ -250,16 +250,6 @@ def read_yaml(path: Path) -> object:
         raise ProfileError(f"{path} is not YAML: {error}") from error
 
 
-def problems(error: ValidationError) -> str:
-    """A pydantic error as one line per problem, with its key."""
-    lines = [f"{error.error_count()} problem(s)"]
-    for problem in error.errors():
-        where = ".".join(str(part) for part in problem["loc"]) or "(top level)"
-        what = "unknown key; check the spelling" if problem["type"] == "extra_forbidden" else problem["msg"]
-        lines.append(f"  {where}: {what.removeprefix('Value error, ')}")
-    return "\n".join(lines)
-
-
 def load_profile(name: str) -> HardwareProfile:
     """Read a profile by name (``h20``, ``h200``) or path.
 
@@ -273,4 +263,4 @@ def load_profile(name: str) -> HardwareProfile:
     try:
         return HardwareProfile.model_validate(read_yaml(path))
     except ValidationError as error:
-        raise ProfileError(f"{path} is not a hardware profile: {problems(error)}") from error
+        raise ProfileError(f"{path} is not a hardware profile: {problems_of(error)}") from error

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from sim.hardware import KvPool, ProfileError, problems, read_yaml
+from sim.hardware import KvPool, ProfileError, read_yaml
+from warmroute_yaml import problems_of
 
 
 class _Strict(BaseModel):
@@ -112,4 +113,4 @@ def load_points(path: Path) -> Points:
     try:
         return Points.model_validate(read_yaml(path))
     except ValidationError as error:
-        raise ProfileError(f"{path} is not a points file: {problems(error)}") from error
+        raise ProfileError(f"{path} is not a points file: {problems_of(error)}") from error

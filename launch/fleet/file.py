@@ -18,7 +18,7 @@ from launch.shipped import ShippedFileError, find_shipped
 from policies.types import Role, Transport
 from proxy.settings import SettingsError, load_settings
 from proxy.settings.routing import HARDWARE_FOLDER
-from warmroute_yaml import load_yaml
+from warmroute_yaml import load_yaml, problems_of
 
 FLEETS = Path(__file__).resolve().parents[2] / "configs" / "fleets"
 """Folder of the shipped fleet files."""
@@ -171,9 +171,4 @@ def ports_in_use(fleet: FleetFile, *, with_proxy: bool = True) -> list[str]:
 
 def explain(error: ValidationError, source: str) -> str:
     """A pydantic error as one line per problem, with the key and the remedy."""
-    lines = [f"{source}: {error.error_count()} problem(s)"]
-    for problem in error.errors():
-        where = ".".join(str(part) for part in problem["loc"]) or "(top level)"
-        what = "unknown key; check the spelling" if problem["type"] == "extra_forbidden" else problem["msg"]
-        lines.append(f"  {where}: {what.removeprefix('Value error, ')}")
-    return "\n".join(lines)
+    return f"{source}: {problems_of(error)}"

@@ -309,6 +309,16 @@ class Instances:
                 each.good_probes_in_a_row = 0
                 self._update(each)
 
+    def request_restart(self, instance: Instance, reason: str) -> bool:
+        """Mark an instance for a restart. False, and nothing is done, while any instance is marked.
+
+        One at a time, so that a fault affecting all of them never empties the fleet.
+        """
+        if any(each.recycle_wanted is not None for each in self):
+            return False
+        instance.recycle_wanted, instance.recycle_wanted_at_s = reason, time.monotonic()
+        return True
+
     def stopped(self, instance: Instance, why: str) -> None:
         """Record that an engine computes nothing although it answers: its breaker opens."""
         instance.last_error = why

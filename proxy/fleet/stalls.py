@@ -42,8 +42,8 @@ class StallWatch:
         self._after_s = after_s
         self._cut = cut
         self._seen: dict[str, _Seen] = {}
-        self._wants: dict[str, str] = {}
-        """Restarts that this has requested, with the reason."""
+        self._requested: dict[str, str] = {}
+        """Restarts that were requested here, with the reason."""
 
     def apply(self, after_s: float) -> None:
         """Set the time after which an engine counts as stalled; 0: never."""
@@ -52,7 +52,7 @@ class StallWatch:
     def restarted(self, name: str) -> None:
         """Reset the state of an engine that restarted, or has left the fleet."""
         self._seen.pop(name, None)
-        self._wants.pop(name, None)
+        self._requested.pop(name, None)
 
     def observe(self, instance: Instance, figures: Figures, pending_tokens: int) -> None:
         """Process one reading.
@@ -67,19 +67,23 @@ class StallWatch:
         changed = seen is not None and seen.figures != figures
         if not figures or seen is None or changed or not pending_tokens:
             self._seen[name] = _Seen(figures, now_s, changed or (seen is not None and seen.moved))
-            if changed and (reason := self._wants.pop(name, None)) is not None and instance.recycle_wanted == reason:
-                instance.recycle_wanted = None
-                log.info("%s computes again", name)
+            if changed:
+                self._computes_again(instance)
             return
         if self._after_s and seen.moved and now_s - seen.since_s >= self._after_s:
             self._seen[name] = seen._replace(since_s=now_s)
             self._stalled(instance, f"it has computed nothing for {now_s - seen.since_s:.0f} s while requests wait")
 
+    def _computes_again(self, instance: Instance) -> None:
+        reason = self._requested.pop(instance.name, None)
+        if reason is not None and instance.recycle_wanted == reason:
+            instance.recycle_wanted = None
+            log.info("%s computes again", instance.name)
+
     def _stalled(self, instance: Instance, reason: str) -> None:
         log.error("%s answers its probes, but %s", instance.name, reason)
-        if all(other.recycle_wanted is None for other in self._instances):
-            instance.recycle_wanted = self._wants[instance.name] = reason
-            instance.recycle_wanted_at_s = time.monotonic()
+        if self._instances.request_restart(instance, reason):
+            self._requested[instance.name] = reason
         own = {each.name for each in self._instances.ranks(instance)}
         # By model, as the others may serve other ones.
         models: list[str | None] = [str(card.get("id")) for card in instance.cards] or [None]

@@ -7,7 +7,6 @@ or waiting requests. Only a restart frees them.
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 
 from proxy.fleet.instances import Instance, Instances
@@ -19,10 +18,7 @@ _READINGS = 5
 
 
 class LeakWatch:
-    """Per instance, the KV in use that neither requests in flight nor holds account for, after an abandoned pull.
-
-    Only one instance at a time is marked for a restart, so that a fault affecting all of them never empties the fleet.
-    """
+    """Per instance, the KV in use that neither requests in flight nor holds account for, after an abandoned pull."""
 
     def __init__(self, instances: Instances, leak_share: float) -> None:
         self._instances = instances
@@ -59,10 +55,7 @@ class LeakWatch:
         leaked = min(readings)
         if len(readings) < _READINGS or leaked < self._leak_share * instance.kv_capacity_tokens:
             return
-        if instance.recycle_wanted is None and all(other.recycle_wanted is None for other in self._instances):
-            instance.recycle_wanted = (
-                f"{leaked} tokens of KV are in use without a request, after "
-                f"{self._abandoned[instance.name]} abandoned pull(s)"
-            )
-            instance.recycle_wanted_at_s = time.monotonic()
-            log.warning("%s should be restarted: %s", instance.name, instance.recycle_wanted)
+        abandoned = self._abandoned[instance.name]
+        reason = f"{leaked} tokens of KV are in use without a request, after {abandoned} abandoned pull(s)"
+        if self._instances.request_restart(instance, reason):
+            log.warning("%s should be restarted: %s", instance.name, reason)

@@ -81,8 +81,6 @@ class OfflineRun:
         admission: AdmissionRule | None = None,
     ) -> None:
         options.check()
-        self.held_s: dict[str, float] = {}
-        """As in `SimResult`."""
         self._options = options
         self._turns = turns
         self._block_tokens = source.block_tokens
@@ -125,11 +123,16 @@ class OfflineRun:
         return cls(source, turns, plan, options, policy, planner, admission)
 
     def run(
-        self, on_record: OnRecord, on_row: OnRow | None = None, on_over: SessionOver | None = None
+        self,
+        on_record: OnRecord,
+        on_row: OnRow | None = None,
+        on_over: SessionOver | None = None,
+        on_held: Callable[[str, float], None] | None = None,
     ) -> tuple[RunEnd, list[InstanceTotals]]:
         """Simulate: every record goes to ``on_record``, and its breakdown row to ``on_row``, as its request ends.
 
         ``on_over`` is called after a session's last turn; in a stream, only once the session is known to be over.
+        ``on_held`` is called with the id of a request that admission held, and for how many seconds.
         """
         if on_over is not None:
             self._turns.on_over = on_over
@@ -145,8 +148,8 @@ class OfflineRun:
             count += 1
             ok += record.ok
             last_s = ended_s
-            if exchange.held_s:
-                self.held_s[record.request_id] = exchange.held_s
+            if on_held is not None and exchange.held_s:
+                on_held(record.request_id, exchange.held_s)
             on_record(record)
             if on_row is not None:
                 on_row(breakdown_row(exchange, planner, ended_s))
@@ -194,12 +197,14 @@ def simulate(
     prepared = OfflineRun.of_trace(trace, options, policy, planner, plan, admission)
     records: list[RequestRecord] = []
     rows: list[dict[str, Any]] = []
-    end, instances = prepared.run(records.append, rows.append if options.decisions else None)
+    held_s: dict[str, float] = {}
+    on_row = rows.append if options.decisions else None
+    end, instances = prepared.run(records.append, on_row, on_held=held_s.__setitem__)
     return SimResult(
         run=Run(prepared.header, records, end),
         instances=instances,
         decisions=rows,
-        held_s=prepared.held_s,
+        held_s=held_s,
         ledger=prepared.in_flight(),
         index_blocks={row.instance: prepared.state.index.blocks(row.instance) for row in instances},
     )

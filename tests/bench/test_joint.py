@@ -37,6 +37,14 @@ def cells(name: str) -> list[JointCell]:
     return msgspec.json.decode((DOCS / "results" / name).read_bytes(), type=_Document).cells
 
 
+def table_of(played: list[JointCell]) -> str:
+    """The table of traces and pools with a hand-off in any run."""
+    handing = {(each.cell.trace, each.cell.pool) for each in played if each.joint.handed_off}
+    shown = [each for each in played if (each.cell.trace, each.cell.pool) in handing]
+    table = summary_of(shown, chosen_on=True) + summary_of(shown, chosen_on=False)[2:]
+    return "\n".join(table)
+
+
 def test_ratios_are_paired_by_turn_and_leave_out_missing_tpots() -> None:
     draw = np.random.default_rng(1)
     base = draw.lognormal(0.0, 1.0, 400)
@@ -75,10 +83,7 @@ def test_the_page_shows_the_kept_results(chosen_on: bool) -> None:
 )
 def test_the_page_on_elastic_prefill_shows_other_fleets(fleet: int, kept: str, runs: int, worse: int) -> None:
     played = [each for each in cells(kept) if each.cell.fleet == fleet]
-    handing = {(each.cell.trace, each.cell.pool) for each in played if each.joint.handed_off}
-    shown = [each for each in played if (each.cell.trace, each.cell.pool) in handing]
-    table = summary_of(shown, chosen_on=True) + summary_of(shown, chosen_on=False)[2:]
-    assert f"{fleet} instances:\n\n" + "\n".join(table) in ELASTIC
+    assert f"{fleet} instances:\n\n" + table_of(played) in ELASTIC
     assert len(played) == runs
     assert len(harmed(played)) == worse
     assert not any(each.warm.failed or each.joint.failed for each in played)
@@ -86,10 +91,7 @@ def test_the_page_on_elastic_prefill_shows_other_fleets(fleet: int, kept: str, r
 
 def test_the_page_on_elastic_prefill_shows_another_profile() -> None:
     played = cells("joint-h200-128.json")
-    handing = {(each.cell.trace, each.cell.pool) for each in played if each.joint.handed_off}
-    shown = [each for each in played if (each.cell.trace, each.cell.pool) in handing]
-    table = summary_of(shown, chosen_on=True) + summary_of(shown, chosen_on=False)[2:]
-    assert "8 instances, `h200-nvlink-128`:\n\n" + "\n".join(table) in ELASTIC
+    assert "8 instances, `h200-nvlink-128`:\n\n" + table_of(played) in ELASTIC
     assert (len(played), harmed(played)) == (144, [])
     assert not any(each.warm.failed or each.joint.failed for each in played)
     differ = [each for each in played if each.warm != each.joint]
@@ -105,10 +107,7 @@ def test_the_page_on_elastic_prefill_shows_another_profile() -> None:
 
 def test_the_page_on_elastic_prefill_shows_both_with_an_order() -> None:
     played = cells("joint-ordered.json")
-    handing = {(each.cell.trace, each.cell.pool) for each in played if each.joint.handed_off}
-    shown = [each for each in played if (each.cell.trace, each.cell.pool) in handing]
-    table = summary_of(shown, chosen_on=True) + summary_of(shown, chosen_on=False)[2:]
-    assert "Both with an order, `h200-nvlink-128`:\n\n" + "\n".join(table) in ELASTIC
+    assert "Both with an order, `h200-nvlink-128`:\n\n" + table_of(played) in ELASTIC
     assert len(played) == 96
     assert harmed(played) == ["glm_sample1k load 0.8 pool 4 x8, seed 5: mean TTFT 1.13 (1.04–1.22)"]
     saved = (DOCS / "results" / "joint-ordered.json").read_bytes()
