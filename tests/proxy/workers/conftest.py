@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from itertools import count as counter
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
@@ -65,6 +67,15 @@ class Workers:
         if not body.get("stream"):
             await until(self._idle)
         return instances
+
+    async def kill(self, pid: int) -> None:
+        """Kill a worker and wait for its end: before that a connection to it looks usable, and breaks when used."""
+        os.kill(pid, signal.SIGKILL)
+
+        async def gone() -> bool:
+            return not psutil.pid_exists(pid)
+
+        await until(gone)
 
     async def _idle(self) -> bool:
         return not any(row["in_flight"] for row in await self.stats())

@@ -24,10 +24,6 @@ async def whose(workers: Workers) -> dict[int, int]:
     return {row["worker"]: row["pid"] for row in await workers.stats()}
 
 
-async def is_gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid)
-
-
 async def until_they_shut_down(workers: Workers, count: int) -> None:
     """Wait until so many workers have begun their shutdown, then let the engines end their answers at once."""
 
@@ -66,8 +62,7 @@ async def test_a_killed_worker_breaks_its_streams_only_and_is_started_again(star
     await until(all_run)
     spread = {row["worker"]: row["in_flight"] for row in await workers.stats()}
     victim = (await whose(workers))[0]
-    os.kill(victim, signal.SIGKILL)
-    await until(lambda: is_gone(victim))
+    await workers.kill(victim)
     for engine in workers.engines:
         engine.token_delay_s = 0.0
     complete = sum(await asyncio.gather(*streams))
@@ -238,8 +233,7 @@ async def test_workers_that_start_after_a_reload_have_what_the_others_have(
     expected = ("round_robin", "cost_model", "session_cap")
     assert await state(0) == expected
     for process in (await whose(workers)).values():
-        os.kill(process, signal.SIGKILL)
-        await until(lambda process=process: is_gone(process))  # type: ignore[misc]
+        await workers.kill(process)
 
     async def again() -> bool:
         try:

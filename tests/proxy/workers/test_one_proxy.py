@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 
 import pytest
 
@@ -80,8 +78,7 @@ async def test_an_instance_added_again_under_a_drained_name_is_drained_with_no_w
         assert (added.status_code, added.json()["draining"]) == (201, False)
         if drained:
             assert (await client.post("/instances/inst-1/drain", headers=AUTHORIZED)).json()["draining"] is True
-        for pid in [row["pid"] for row in await workers.stats()][:1]:
-            os.kill(pid, signal.SIGKILL)
+        await workers.kill((await workers.stats())[0]["pid"])
         restarts = 2 if drained else 1
 
         async def again(restarts: int = restarts) -> bool:
