@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 
+from proxy.admin.anthropic_models import HEADER, anthropic_card, anthropic_page
 from proxy.clip import clip
 from proxy.core import Core
 from proxy.errors import RequestError, dialect_of, no_instance_error
@@ -22,11 +23,17 @@ def client_routes(core: Core) -> APIRouter:
 
     @routes.get("/v1/models/", include_in_schema=False)
     @routes.get("/v1/models", summary="Models, adapters and aliases that the fleet serves")
-    async def models() -> dict[str, Any]:
+    async def models(request: Request) -> Response:
         cards = _cards(core)
         if not cards and (reason := outage(core.instances) or list_refusal(core.instances)):
-            raise no_instance_error(core.settings.health.interval_s, reason)
-        return {"object": "list", "data": list(cards.values())}
+            return _refusal(no_instance_error(core.settings.health.interval_s, reason), request)
+        data = list(cards.values())
+        if HEADER not in request.headers:
+            return _json({"object": "list", "data": data})
+        try:
+            return _json(anthropic_page(data, request.query_params))
+        except RequestError as error:
+            return _refusal(error, request)
 
     @routes.get(MODEL, summary="One of the models, by its name or alias; the name may have slashes")
     async def model(model_id: str, request: Request) -> Response:
@@ -35,12 +42,8 @@ def client_routes(core: Core) -> APIRouter:
         if card is None and (aliased := cards.get(core.router.aliases.get(model_id) or "")) is not None:
             card = _alias_card(model_id, aliased)
         if card is not None:
-            return Response(msgspec.json.encode(card), media_type="application/json")
-        error = _no_model(core, model_id, any_known=bool(cards))
-        # The path is the same in both APIs: only this header, which Anthropic's clients send, differs.
-        path = "/v1/messages" if "anthropic-version" in request.headers else MODEL
-        headers = {"retry-after": str(error.retry_after_s)} if error.retry_after_s is not None else {}
-        return Response(dialect_of(path).body(error), error.status, headers, "application/json")
+            return _json(anthropic_card(card) if HEADER in request.headers else card)
+        return _refusal(_no_model(core, model_id, any_known=bool(cards)), request)
 
     @routes.get("/version", summary="Version of warmroute, and those of the engines")
     async def versions() -> dict[str, Any]:
@@ -88,6 +91,17 @@ def unsupported(method: str, path: str, methods: tuple[str, ...]) -> RequestErro
         kind="not_found_error",
         code="unknown_path",
     )
+
+
+def _json(content: dict[str, Any]) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")
+
+
+def _refusal(error: RequestError, request: Request) -> Response:
+    """The error in the shape of the client's API; the paths of models are the same in both."""
+    path = "/v1/messages" if HEADER in request.headers else MODEL
+    headers = {"retry-after": str(error.retry_after_s)} if error.retry_after_s is not None else {}
+    return Response(dialect_of(path).body(error), error.status, headers, "application/json")
 
 
 def _ping(core: Core) -> Response:

@@ -112,6 +112,7 @@ FEATURES = (
     ClientFeature("anthropic", "messages of many turns, cache read reported", SIMULATED, "test_messages_of_many_turns"),
     ClientFeature("anthropic", "messages with tools", SCRIPTED, "test_tools_pass_through"),
     ClientFeature("anthropic", "count_tokens", SIMULATED, "test_count_tokens"),
+    ClientFeature("anthropic", "list of models", SIMULATED, "test_models"),
     ClientFeature("anthropic", "64 messages streamed at once", SIMULATED, "test_many_streams"),
     ClientFeature("anthropic", "without asyncio", SIMULATED, "test_without_asyncio"),
     ClientFeature("anthropic", "the key in `x-api-key`", SCRIPTED, "test_key"),

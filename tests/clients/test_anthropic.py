@@ -68,6 +68,16 @@ async def test_count_tokens(client: Any) -> None:
     assert counted.input_tokens == answer.usage.input_tokens + answer.usage.cache_read_input_tokens
 
 
+async def test_models(client: Any) -> None:
+    [model] = [model async for model in client.models.list(limit=1)]
+    assert model == await client.models.retrieve(MODEL)
+    assert (model.type, model.id, model.display_name, model.lifecycle) == ("model", MODEL, MODEL, "active")
+    assert model.created_at.year >= 2024
+    assert model.max_input_tokens > 0
+    with pytest.raises(anthropic.NotFoundError):
+        await client.models.retrieve("nope")
+
+
 async def test_many_streams(client: Any) -> None:
     async def say(number: int) -> str:
         messages: Any = [{"role": "user", "content": f"{number} " * 200}]

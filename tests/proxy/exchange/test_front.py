@@ -8,6 +8,7 @@ from urllib.parse import quote
 
 import pytest
 
+from proxy.admin.anthropic_models import anthropic_card
 from proxy.request.aliases import ModelAliases
 from proxy.settings import SettingsError, load_settings
 from tests.proxy.access.test_keys import KEY, KEYS, bearer
@@ -135,6 +136,42 @@ async def test_one_model_is_read_by_name_or_alias(start_proxy: StartProxy, encod
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "GET")
 
 
+async def test_models_have_the_shape_of_anthropics_api_for_its_clients(start_proxy: StartProxy) -> None:
+    proxy = await start_proxy(engines=[StubEngine(adapters=["a", "b"])], models={"aliases": {"gpt": "stub"}})
+    header = {"anthropic-version": "2023-06-01"}
+
+    async def page(**query: str) -> Any:
+        return (await proxy.client.get("/v1/models", params=query, headers=header)).json()
+
+    plain = (await proxy.client.get("/v1/models")).json()
+    assert set(plain) == {"object", "data"}
+    assert not any("display_name" in card for card in plain["data"])
+    whole = await page()
+    names = [card["id"] for card in whole["data"]]
+    assert names == [card["id"] for card in plain["data"]] == ["stub", "a", "b", "gpt"]
+    assert (whole["has_more"], whole["first_id"], whole["last_id"]) == (False, "stub", "gpt")
+    for card in whole["data"]:
+        assert (card["type"], card["display_name"], card["lifecycle"]) == ("model", card["id"], "active")
+        assert card["created_at"].endswith("Z")
+        one = await proxy.client.get(f"/v1/models/{card['id']}", headers=header)
+        assert one.json() == card
+    for query, shown, more in (
+        ({"limit": "2"}, ["stub", "a"], True),
+        ({"limit": "2", "after_id": "a"}, ["b", "gpt"], False),
+        ({"limit": "2", "before_id": "gpt"}, ["a", "b"], True),
+        ({"after_id": "gpt"}, [], False),
+    ):
+        got = await page(**query)
+        assert ([card["id"] for card in got["data"]], got["has_more"]) == (shown, more)
+    for wrong in ({"limit": "0"}, {"limit": "many"}, {"after_id": "nope"}):
+        assert (await page(**wrong))["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(("created", "shown"), [(0, 1970), (None, 1970), (10**30, 1970), (1_800_000_000, 2027)])
+def test_a_card_without_a_valid_time_has_the_epoch(created: object, shown: int) -> None:
+    assert anthropic_card({"id": "m", "created": created})["created_at"].startswith(f"{shown}-01-")
+
+
 async def test_one_model_needs_a_key_and_an_engine(start_proxy: StartProxy) -> None:
     proxy = await start_proxy(1, keys=KEYS)
     assert (await proxy.client.get("/v1/models/stub")).status_code == 401
@@ -143,6 +180,8 @@ async def test_one_model_needs_a_key_and_an_engine(start_proxy: StartProxy) -> N
     for instance in down.core.instances:
         instance.healthy, instance.models = False, None
     assert (await down.client.get("/v1/models/stub")).status_code == (await down.client.get("/v1/models")).status_code
+    anthropic = await down.client.get("/v1/models", headers={"anthropic-version": "2023-06-01"})
+    assert (anthropic.status_code, anthropic.json()["error"]["type"]) == (503, "overloaded_error")
 
 
 async def test_a_prefix_replaces_no_name_that_an_engine_serves(start_proxy: StartProxy) -> None:
