@@ -8,6 +8,7 @@ import logging
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -52,7 +53,9 @@ class _Stop:
 
 def run(settings: ServerSettings) -> int:
     """Serve until a signal arrives or the engine dies; returns the exit code."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(log_format())
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     ports = [settings.port] if settings.bootstrap_port is None else [settings.port, settings.bootstrap_port]
     sockets: list[socket.socket] = []
     try:
@@ -68,6 +71,15 @@ def run(settings: ServerSettings) -> int:
     finally:
         for each in sockets:
             each.close()
+
+
+def log_format() -> logging.Formatter:
+    """Lines with the time in UTC and its offset, as the proxy's: both logs are read side by side."""
+    form = logging.Formatter(
+        "%(asctime)s.%(msecs)03d+00:00 %(levelname)s %(name)s %(message)s", datefmt="%Y-%m-%dT%H:%M:%S"
+    )
+    form.converter = time.gmtime
+    return form
 
 
 async def _serve(settings: ServerSettings, sockets: list[socket.socket]) -> int:
