@@ -103,7 +103,7 @@ def _class(row: Mapping[str, Any]) -> Iterator[str]:
         return
     yield (
         f"{name}: of {_count(prompt)} prompt tokens, {_count(cached)} were predicted to be cached on "
-        f"{row['instance']} and {_count(prompt - cached)} to be new."
+        f"{row['instance']} and {_count(max(prompt - cached, 0))} to be new."
     )
 
 

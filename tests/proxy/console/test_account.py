@@ -65,6 +65,13 @@ async def test_a_heavy_and_then_a_warm_request(start_proxy: StartProxy) -> None:
     assert "routing decision." in part(warm, "times")
 
 
+def test_more_predicted_than_the_prompt_has_leaves_nothing_new() -> None:
+    # The prediction is of an estimated length, the prompt's tokens are the engine's count.
+    row = {"class": "WARM", "prompt_tokens": 14_500, "instance": "e0", "predicted_cached_tokens": 14_665}
+    row["scores"] = [{"instance": "e0", "score": 1.0, "inputs": {}, "skipped": False, "cached_tokens": 14_665}]
+    assert part(account_of(row, 1.0), "class").endswith("on e0 and 0 to be new.")
+
+
 async def test_a_request_that_was_handed_off_and_one_whose_hand_off_failed(start_proxy: StartProxy) -> None:
     proxy = await start_proxy(2, role="kv_both", offload=HAND_OFF, classes=SMALL_CLASSES)
     account = await account_after(proxy, body(stream=True))
