@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, NoReturn
 
 import msgspec
 import typer
 
+from replayer.traces.load_options import Sessions, TimeUnit
+
 if TYPE_CHECKING:
+    from replayer.traces.loading import LoadOptions
     from replayer.traces.trace import Trace
 
 TracePath = Annotated[
@@ -18,9 +21,6 @@ TracePath = Annotated[
 ]
 Limit = Annotated[
     int | None, typer.Option(min=1, help="Read at most this many requests. Default: all.", show_default=False)
-]
-BlockTokens = Annotated[
-    int | None, typer.Option(min=1, help="Tokens per hash id. Default: detected from the lengths.", show_default=False)
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print everything as one JSON object instead of tables.")]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print the tables as Markdown.")]
@@ -48,15 +48,36 @@ class Sheet:
     """Sentences below the table."""
 
 
-def load_trace(
-    path: Path, limit: int | None, block_tokens: int | None, chain: Literal["repair", "keep"] = "repair"
-) -> Trace:
+class TraceReading(NamedTuple):
+    """The options of a command that concern its trace."""
+
+    limit: int | None
+    block_tokens: int | None
+    time_unit: TimeUnit
+    sessions: Sessions
+    allow_deltas: bool
+
+    def options(self, chain: Literal["repair", "keep"] = "repair") -> LoadOptions:
+        """The loader's options."""
+        from replayer.traces.loading import LoadOptions
+
+        return LoadOptions(
+            limit=self.limit,
+            block_tokens=self.block_tokens,
+            time_unit=self.time_unit.value,
+            sessions=self.sessions.value,
+            chain=chain,
+            allow_deltas=self.allow_deltas,
+        )
+
+
+def load_trace(path: Path, options: LoadOptions) -> Trace:
     """A checked trace; ends the command with the loader's message if there is none."""
-    from replayer.traces.loading import LoadOptions, load
+    from replayer.traces.loading import load
     from replayer.traces.trace import TraceError
 
     try:
-        return load(path, LoadOptions(limit=limit, block_tokens=block_tokens, chain=chain))
+        return load(path, options)
     except (TraceError, OSError) as error:
         stop(error)
 

@@ -10,18 +10,19 @@ import typer
 
 from bench.analysis.caching.placement import WORDS, Placement
 from bench.analysis.output import (
-    BlockTokens,
     Figures,
     Json,
     Limit,
     Markdown,
     Sheet,
     TracePath,
+    TraceReading,
     folder,
     load_trace,
     show,
     stop,
 )
+from replayer.traces.load_options import AllowDeltas, BlockTokens, Sessions, SessionsOption, TimeUnit, Unit
 
 if TYPE_CHECKING:
     from bench.analysis.caching.study import CachePoint, CacheStudy, PoolSize
@@ -82,6 +83,9 @@ def cache(
     ] = False,
     limit: Limit = None,
     block_tokens: BlockTokens = None,
+    time_unit: Unit = TimeUnit.AUTO,
+    sessions: SessionsOption = Sessions.DERIVED,
+    allow_deltas: AllowDeltas = False,
     figures: Figures = None,
     as_json: Json = False,
     as_markdown: Markdown = False,
@@ -102,8 +106,9 @@ def cache(
     sizes, multiples = _pools(pools)
     rules = [Placement(name) for name in _choice(placements, tuple(Placement), "--placements")]
     kinds = [CachePolicy(name) for name in _choice(policies, POLICIES, "--policies")]
-    loaded = load_trace(trace, limit, block_tokens)
-    stored = load_trace(trace, limit, block_tokens, chain="keep") if as_stored else None
+    reading = TraceReading(limit, block_tokens, time_unit, sessions, allow_deltas)
+    loaded = load_trace(trace, reading.options())
+    stored = load_trace(trace, reading.options(chain="keep")) if as_stored else None
     try:
         found = study(
             loaded,

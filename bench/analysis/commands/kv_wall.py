@@ -9,7 +9,6 @@ import typer
 
 from bench.analysis.output import (
     AnalysisError,
-    BlockTokens,
     Figures,
     Gpu,
     Json,
@@ -18,12 +17,14 @@ from bench.analysis.output import (
     Model,
     Sheet,
     TracePath,
+    TraceReading,
     folder,
     load_trace,
     show,
     stop,
 )
 from bench.analysis.words import GIB, giga, integers, milliseconds
+from replayer.traces.load_options import AllowDeltas, BlockTokens, Sessions, SessionsOption, TimeUnit, Unit
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -81,6 +82,9 @@ def kv_wall(
     ] = True,
     limit: Limit = None,
     block_tokens: BlockTokens = None,
+    time_unit: Unit = TimeUnit.AUTO,
+    sessions: SessionsOption = Sessions.DERIVED,
+    allow_deltas: AllowDeltas = False,
     figures: Figures = None,
     as_json: Json = False,
     as_markdown: Markdown = False,
@@ -107,7 +111,7 @@ def kv_wall(
         stop(f"--handoff: unknown {handoff}; known: {', '.join(HANDOFFS)}")
     chosen = _splits(splits)
     more = integers(request_tokens, "--request-tokens", least=1) if request_tokens else []
-    loaded = load_trace(trace, limit, block_tokens)
+    loaded = load_trace(trace, TraceReading(limit, block_tokens, time_unit, sessions, allow_deltas).options())
     if rate_per_s is None and not loaded.duration_s:
         stop("the trace has no duration, so no rate; give --rate-per-s")
     per_s = rate_per_s if rate_per_s is not None else arrival_speed * len(loaded.requests) / loaded.duration_s

@@ -10,7 +10,6 @@ import typer
 
 from bench.analysis.output import (
     AnalysisError,
-    BlockTokens,
     Figures,
     Json,
     Limit,
@@ -18,12 +17,14 @@ from bench.analysis.output import (
     Model,
     Sheet,
     TracePath,
+    TraceReading,
     folder,
     load_trace,
     show,
     stop,
 )
 from bench.analysis.words import GIB
+from replayer.traces.load_options import AllowDeltas, BlockTokens, Sessions, SessionsOption, TimeUnit, Unit
 
 if TYPE_CHECKING:
     from bench.analysis.workload import QuantitySpread, RequestColumns, TraceAnatomy
@@ -61,6 +62,9 @@ def workload(
     ] = DEFAULT_REMEMBER,
     limit: Limit = None,
     block_tokens: BlockTokens = None,
+    time_unit: Unit = TimeUnit.AUTO,
+    sessions: SessionsOption = Sessions.DERIVED,
+    allow_deltas: AllowDeltas = False,
     figures: Figures = None,
     as_json: Json = False,
     as_markdown: Markdown = False,
@@ -77,12 +81,15 @@ def workload(
 
     if kv_bits not in (8, 16):
         stop("--kv-bits is 16 or 8")
+    if stream and sessions is Sessions.SINGLE:
+        stop("--sessions has no effect with --stream, which takes sessions as the file names them; leave it out")
     if bin_s is not None and not bin_s > 0:
         stop("--bin-s must be above 0")
     try:
         shape = load_model(model)
         bounds = ClassThresholds(medium_from_tokens, heavy_from_tokens)
-        requests, tokens, name, notes = _open(trace, stream, limit, block_tokens)
+        reading = TraceReading(limit, block_tokens, time_unit, sessions, allow_deltas)
+        requests, tokens, name, notes = _open(trace, stream, reading)
         found, rows = anatomy(
             requests,
             tokens,
@@ -101,18 +108,17 @@ def workload(
     show(found, _sheets(found), as_json=as_json, as_markdown=as_markdown)
 
 
-def _open(
-    path: Path, stream: bool, limit: int | None, block_tokens: int | None
-) -> tuple[Iterable[TraceRequest], int, str, list[str]]:
+def _open(path: Path, stream: bool, reading: TraceReading) -> tuple[Iterable[TraceRequest], int, str, list[str]]:
     """Requests, tokens of a block, name, notes of the loader."""
     if not stream:
-        loaded = load_trace(path, limit, block_tokens)
+        loaded = load_trace(path, reading.options())
         return loaded.requests, loaded.block_tokens, loaded.name, loaded.notes
-    from replayer.traces.loading import LoadOptions, iter_trace
+    from replayer.traces.loading import iter_trace
 
-    tokens = load_trace(path, min(limit or _PROBE, _PROBE), block_tokens).block_tokens
+    probe = reading._replace(limit=min(reading.limit or _PROBE, _PROBE))
+    tokens = load_trace(path, probe.options()).block_tokens
     notes = ["streamed: ids as stored, sessions as named in the file"]
-    return iter_trace(path, LoadOptions(limit=limit, block_tokens=tokens)), tokens, path.name, notes
+    return iter_trace(path, reading._replace(block_tokens=tokens).options()), tokens, path.name, notes
 
 
 def _sheets(found: TraceAnatomy) -> list[Sheet]:

@@ -74,6 +74,35 @@ def test_tables_json_markdown_and_figures(command: str, trace: Path, tmp_path: P
     assert both.exit_code == 2
 
 
+@pytest.mark.parametrize("options", [["cache"], ["workload"], ["workload", "--stream"], ["kv-wall"]])
+def test_a_trace_is_read_with_the_options_that_its_errors_name(options: list[str], tmp_path: Path) -> None:
+    def run(*more: str) -> tuple[int, str]:
+        done = CliRunner().invoke(cli.application(), [options[0], str(path), *options[1:], *more])
+        return done.exit_code, " ".join(done.output.split())
+
+    path = tmp_path / "deltas_in_ms.jsonl"
+    row = {"type": "text", "input_length": 640, "output_length": 9}
+    rows = [
+        row
+        | {"chat_id": i, "parent_chat_id": i - 1 if i % 2 else -1, "turn": 1 + i % 2, "timestamp": 60_000 * i}
+        | {"hash_ids": list(range(20 * i, 20 * i + 10))}
+        for i in range(40)
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    assert (run()[0], "--time-unit" in run()[1]) == (2, True)
+    code, output = run("--time-unit", "ms")
+    assert (code, "--allow-deltas" in output) == (2, True)
+    code, output = run("--time-unit", "ms", "--allow-deltas")
+    assert code == 0, output
+    if options[0] == "workload":
+        assert "40 requests, 20 sessions, 2,340 s" in output
+
+
+def test_sessions_are_no_option_of_a_streamed_trace(trace: Path) -> None:
+    streamed = ["workload", str(trace), "--stream", "--sessions", "single"]
+    assert CliRunner().invoke(cli.application(), streamed).exit_code == 2
+
+
 @pytest.mark.parametrize("command", ["cache", "workload", "kv-wall"])
 def test_a_bad_trace_says_what_to_do(command: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
