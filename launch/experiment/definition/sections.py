@@ -234,6 +234,15 @@ class SloSettings(Section):
     ttft_per_1k_tokens_s: float | None = Field(default=None, ge=0, description="length-scaled TTFT: per 1,000 tokens")
     tokens: Literal["prompt", "new"] = Field(default="prompt", description="tokens of the length-scaled objective")
 
+    @model_validator(mode="after")
+    def _tokens_of_an_objective(self) -> SloSettings:
+        # By value: the record of an experiment has all defaults, and is parsed again.
+        if self.tokens != "prompt" and self.ttft_base_s is None and self.ttft_per_1k_tokens_s is None:
+            raise ValueError(
+                "tokens: is for the length-scaled objective: give ttft_base_s or ttft_per_1k_tokens_s too, or remove it"
+            )
+        return self
+
 
 class ComparisonSettings(Section):
     """Comparison settings at the end, as for `warmroute compare`."""
