@@ -320,8 +320,9 @@ def _detach(source: Path, directory: Path, options: list[str]) -> None:
 def _print_plan(fleet: FleetFile, directory: Path, with_proxy: bool) -> None:
     import yaml
 
-    from launch.engines.commands import KINDS, engine_specs, proxy_spec
+    from launch.engines.commands import engine_specs, proxy_spec
     from launch.engines.dimensions import tcp_warnings
+    from launch.engines.flags import start_problems
     from launch.fleet.file import ports_in_use
     from launch.run.supervisor import PROXY_CONFIG
 
@@ -344,8 +345,7 @@ def _print_plan(fleet: FleetFile, directory: Path, with_proxy: bool) -> None:
     if with_proxy:
         typer.echo(f"# {directory / PROXY_CONFIG}:")
         typer.echo(yaml.safe_dump(fleet.proxy_config(), sort_keys=False), nl=False)
-    problems = [*KINDS[fleet.kind].problems(fleet, os.environ), *ports_in_use(fleet, with_proxy=with_proxy)]
-    for problem in [*problems, *tcp_warnings(fleet)]:
+    for problem in [*start_problems(fleet), *ports_in_use(fleet, with_proxy=with_proxy), *tcp_warnings(fleet)]:
         typer.echo(f"warning: {problem}", err=True)
 
 

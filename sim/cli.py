@@ -98,13 +98,15 @@ def engine(
             help="Data-parallel ranks, each with its own KV pool; rank i publishes events i ports higher.", min=1
         ),
     ] = 1,
+    check: Annotated[
+        bool, typer.Option("--check", help="Only check the options: exit code 2 if they do not fit.")
+    ] = False,
 ) -> None:
     """Run one simulated engine.
 
     It has vLLM's OpenAI API, metrics and KV hand-off, timed by a hardware profile.
     """
     from sim.hardware import ProfileError
-    from sim.server.main import run
     from sim.server.settings import EngineSettingsError, ServerSettings
 
     try:
@@ -138,6 +140,10 @@ def engine(
     except (EngineSettingsError, ProfileError) as error:
         typer.echo(f"engine: {error}", err=True)
         raise typer.Exit(2) from error
+    if check:
+        return
+    from sim.server.main import run
+
     raise typer.Exit(run(settings))
 
 

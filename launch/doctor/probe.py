@@ -23,8 +23,9 @@ from launch.doctor.probes.commands import answer
 from launch.doctor.probes.conditions import ask_proxy
 from launch.doctor.probes.deep import HandOffs, gather_deep
 from launch.doctor.probes.python import ask_python
-from launch.engines.commands import KINDS, ProcessSpec, engine_specs
+from launch.engines.commands import ProcessSpec, engine_specs
 from launch.engines.dimensions import pieces_of, smallest_write_bytes
+from launch.engines.flags import start_problems
 from launch.engines.vllm import resolve_python
 from launch.fleet.file import FleetFile, ports_in_use
 from launch.hardware.gpus import NvmlLibrary, read_inventory
@@ -134,7 +135,7 @@ def _fleet(fleet: FleetFile, source: str, inherited: Mapping[str, str]) -> facts
         source=source,
         engines=[_engine(fleet, spec, inherited) for spec in engine_specs(fleet)],
         busy_ports=ports_in_use(fleet),
-        start_problems=KINDS[fleet.kind].problems(fleet, inherited),
+        start_problems=start_problems(fleet, inherited),
     )
 
 

@@ -232,6 +232,13 @@ def test_dry_run_prints_commands_and_starts_nothing(name: str, tmp_path: Path) -
     assert not run_dir.exists()
 
 
+def test_dry_run_names_flags_that_simulated_engines_refuse(tmp_path: Path) -> None:
+    longest = ("--set", "sim.max_model_len=9000000")
+    code, output = cli("up", "sim-4x", "--dry-run", "--run-dir", str(tmp_path / "run"), *longest)
+    assert code == 0
+    assert output.count("warning: sim: max_model_len 9000000 does not fit the KV pool") == 1
+
+
 def test_a_bad_fleet_file_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "fleet.yaml"
     path.write_text("kind: sim\ncount: 0\n")

@@ -1,4 +1,4 @@
-"""Check of the engines of simulated arms before anything starts, by the simulator itself in a child process.
+"""Check of the simulated engines of all arms before anything starts, by the simulator itself in a child process.
 
 The simulator owns the rules of an engine's configuration, and this folder does not import it.
 """
@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
+from launch.engines.flags import refused_flags
 from launch.experiment.definition.file import ExperimentError, LoadedExperiment
 from launch.experiment.definition.sections import SimulatedBackend
+from launch.fleet.file import FleetFile
 
 _TIMEOUT_S = 120.0
 """Far above the second that the child needs: a loaded machine must not fail an experiment."""
@@ -30,18 +33,29 @@ _OF_ENGINES = (
 """Keys of the backend that decide on its engines; a setup of the simulator has the same."""
 
 
-def check_engines(experiment: LoadedExperiment, block_tokens: int) -> None:
-    """Refuse arms whose simulated engines cannot exist; of a live experiment nothing is checked.
+def check_engines(experiment: LoadedExperiment, block_tokens: int, fleets: Mapping[str, FleetFile]) -> None:
+    """Refuse arms whose simulated engines cannot exist; real engines are not checked.
 
     Args:
         experiment: the checked file.
         block_tokens: tokens per block id of the replayed trace.
+        fleets: fleet of each live arm.
 
     Raises:
         ExperimentError: names each such arm with the simulator's reason.
     """
     settings = experiment.settings
     if not isinstance(settings.backend, SimulatedBackend):
+        # Arms mostly differ by their policies, which engines do not know: each child takes half a second.
+        reasons: dict[str, list[str]] = {}
+        checked: dict[tuple[str, ...], list[str]] = {}
+        for name, fleet in fleets.items():
+            engines = (fleet.sim.model_dump_json(), *sorted({member.role for member in fleet.members}))
+            if engines not in checked:
+                checked[engines] = refused_flags(fleet)
+            for reason in checked[engines]:
+                reasons.setdefault(reason, []).append(name)
+        _refuse(reasons)
         return
     setups = [
         _setup(settings.simulated(name), settings.arms[name].offload.planner, block_tokens) for name in settings.arms
@@ -61,6 +75,11 @@ def check_engines(experiment: LoadedExperiment, block_tokens: int) -> None:
     for name, why in zip(settings.arms, errors, strict=True):
         if why is not None:
             refused.setdefault(why, []).append(name)
+    _refuse(refused)
+
+
+def _refuse(refused: Mapping[str, list[str]]) -> None:
+    """Raise for arms by their reasons, if there are any."""
     if refused:
         raise ExperimentError(
             "\n".join(f"arm{'s' * (len(names) > 1)} {', '.join(names)}: {reason}" for reason, names in refused.items())

@@ -110,7 +110,7 @@ def checked_load(experiment: LoadedExperiment, fleets: dict[str, FleetFile]) -> 
     """
     _profiles(experiment, fleets)
     trace = build_trace(experiment)
-    check_engines(experiment, trace.block_tokens)
+    check_engines(experiment, trace.block_tokens, fleets)
     return make_plan(trace, plan_options(experiment)).offered
 
 
@@ -133,10 +133,10 @@ def prepare(experiment: LoadedExperiment, directory: Path) -> Inputs:
             files["trace"] = file_sha256(path)
         if path is not None and experiment.settings.trace.as_stored:
             # An unreadable trace fails here, not in the first run.
-            check_engines(experiment, load_trace(path, limit=_PROBE_REQUESTS).block_tokens)
+            check_engines(experiment, load_trace(path, limit=_PROBE_REQUESTS).block_tokens, fleets)
             return Inputs(path, files["trace"], fleets, files)
         trace = build_trace(experiment)
-        check_engines(experiment, trace.block_tokens)
+        check_engines(experiment, trace.block_tokens, fleets)
         made = directory / TRACE_FILE
         if not made.exists():
             bailian.write(made, trace.requests)

@@ -185,6 +185,7 @@ class TestOrder:
         ({"arms": {"a": {"policy": "linear", "fleet": {"role": "kv_producer"}}}}, "role: no instance could decode"),
         ({"order": "random"}, "order: Input should be 'interleaved' or 'randomised'"),
         ({"comparison": {"resamples": 10}}, "comparison.resamples"),
+        ({"comparison": {"slo": {"tokens": "new", "ttft_s": 1}}}, "comparison.slo: tokens: is for the length-scaled"),
     ],
 )
 def test_every_mistake_is_named(values: dict[str, Any], message: str) -> None:
@@ -405,6 +406,23 @@ def test_engines_that_cannot_exist_are_refused_before_anything_starts(
         # Neither a points file among the profiles, nor pydantic's own text.
         assert "h20_points, " not in refusal
         assert "errors.pydantic.dev" not in refusal
+    assert {path.name for path in output.iterdir()} <= {".lock"}
+
+
+def test_live_arms_with_engines_that_cannot_exist_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    fleets: dict[str, dict[str, Any]] = {
+        "a": {},
+        "b": {"sim.kv_capacity_tokens": 10},
+        "c": {"sim.kv_capacity_tokens": 10},
+        "d": {"sim": {"transport": "pigeon"}},
+    }
+    arms = {name: {"policy": "linear", "fleet": fleet} for name, fleet in fleets.items()}
+    source = loaded(tmp_path, LIVE, arms=arms).source
+    output = tmp_path / "run"
+    for refusal in (invoke("plan", str(source)), invoke("run", str(source), "--output", str(output))):
+        assert "arms b, c: sim: a KV pool of 10 tokens holds no block of 64" in refusal
+        assert "arm d: sim: profile h20 has no transport 'pigeon'" in refusal
+        assert "arm a" not in refusal
     assert {path.name for path in output.iterdir()} <= {".lock"}
 
 
