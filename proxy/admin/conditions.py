@@ -57,9 +57,15 @@ def _instances(core: Core) -> Condition:
         return Condition("instances", False, "the fleet has no instance", add)
     detail = f"{healthy} of {known} instances can be sent requests"
     remedy = None if healthy == known else "GET /instances has the last error of each instance"
-    if drained := [each.name for each in core.instances if each.draining]:
+    drained = [each.name for each in core.instances if each.draining and not each.leaving]
+    leaving = sum(each.leaving for each in core.instances)
+    if drained:
         detail += f", {len(drained)} draining"
-        if healthy + len(drained) == known:
+    if leaving:
+        detail += f", {leaving} being removed"
+    if healthy + len(drained) + leaving == known != healthy:
+        remedy = "wait for the end of the removal: GET /instances has it under departing"
+        if drained:
             remedy = f"POST /instances/{drained[0]}/undrain ends it"
     return Condition("instances", healthy == known, detail, remedy)
 

@@ -37,6 +37,8 @@ class Instance:
     source: Source = Source.FILE
     draining: bool = False
     """Receives no new requests; running ones continue."""
+    leaving: bool = False
+    """It is being removed."""
     breaker: Breaker = field(init=False)
     """Circuit breaker over its requests; created when it is added to the fleet."""
     up: bool = False

@@ -207,7 +207,7 @@ class FleetChanges:
         return instance
 
     def swap(self, old: Instance, settings: InstanceSettings, grace_s: float, source: Source) -> Instance:
-        """Change an instance's settings in place, or replace the engine if the URL differs."""
+        """Change an instance's settings in place, or replace the engine if the URL differs. Drained, it stays so."""
         core, name = self._core, old.name
         self._stay(old)
         if settings.url == old.url:
@@ -221,6 +221,9 @@ class FleetChanges:
         core.stalls.restarted(name)
         core.meters.forget(name)
         new = self.insert(settings, source)
+        new.draining = old.draining  # the mark is that of the name
+        if new.draining:
+            log.info("%s stays drained with its new engine, until it is undrained", name)
         old.draining = True
         self._start_departure(Departure(old, self._now_s() + grace_s, legs, held, replaced=True))
         return new
@@ -280,11 +283,14 @@ class FleetChanges:
         return instance
 
     def _stay(self, instance: Instance) -> None:
-        """Cancel a removal."""
+        """Cancel a removal. Like one that is complete, it has ended the drain mark, on all replicas."""
         departure = self._departures.pop(instance, None)
         if departure is not None and departure.task is not None:
             departure.task.cancel()
+            instance.leaving = False
             self._core.instances.set_draining(instance, False)
+            if self._core.sharing is not None and self._core.sharing.drains.draining(instance.name):
+                self._share_mark(instance.name, draining=False)
 
     def _alter(self, instance: Instance, settings: InstanceSettings) -> None:
         """Apply other settings to the same engine; its cache and running requests are unaffected."""
@@ -302,6 +308,7 @@ class FleetChanges:
 
     def _start_departure(self, departure: Departure) -> None:
         departure.task = asyncio.create_task(self._run(departure), name=f"departure {departure.instance.name}")
+        departure.instance.leaving = True
         self._departures[departure.instance] = departure
 
     async def _run(self, departure: Departure) -> None:

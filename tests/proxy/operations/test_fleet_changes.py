@@ -187,6 +187,23 @@ async def test_the_condition_names_draining_as_the_reason_and_the_way_back(start
     assert found["remedy"] == "POST /instances/inst-1/undrain ends it"
 
 
+async def test_the_condition_does_not_suggest_to_undrain_what_is_being_removed(start: Start) -> None:
+    running = await start(2)
+    running.engines[1].mode = "hang"
+    await running.client.post("/instances/inst-0/drain")
+    waiting = asyncio.create_task(ask(running))
+    await running.until(lambda: running.engines[1].running == 1)
+    await running.client.post("/instances/inst-0/undrain")
+    leaving = await running.client.delete("/instances/inst-1", params={"wait": "false", "grace_s": 60})
+    assert leaving.status_code == 202
+    shown = (await running.client.get("/ready", params={"verbose": "1"})).json()["conditions"]
+    [found] = [each for each in shown if each["name"] == "instances"]
+    assert found["detail"] == "1 of 2 instances can be sent requests, 1 being removed"
+    assert found["remedy"] == "wait for the end of the removal: GET /instances has it under departing"
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+
+
 async def test_a_removal_waits_for_running_streams(start: Start) -> None:
     running, released = await start(2), asyncio.Event()
     for each in running.engines:
@@ -272,6 +289,20 @@ async def test_another_engine_takes_over_a_name_while_the_old_one_finishes(start
     assert ledger_is_zero(await running.settled())
     assert 'instance="inst-0"' in (await running.client.get("/metrics")).text
     await new.stop()
+
+
+async def test_an_instance_that_is_drained_stays_so_with_another_engine(start: Start) -> None:
+    running = await start(2)
+    more = await engine()
+    running.engines.append(more)
+    await running.client.post("/instances/inst-0/drain")
+    replaced = await running.client.put("/instances/inst-0", json={"url": more.url})
+    assert (replaced.status_code, replaced.json()["draining"]) == (200, True)
+    assert await asked_of(running) == {"inst-1": 6}
+    undrained = await running.client.post("/instances/inst-0/undrain")
+    assert undrained.json()["draining"] is False
+    assert await asked_of(running) == {"inst-0": 3, "inst-1": 3}
+    await more.stop()
 
 
 async def test_failures_of_the_engine_that_was_replaced_are_not_held_against_the_new_one(start: Start) -> None:

@@ -104,7 +104,7 @@ class FleetMachine(RuleBasedStateMachine):
             assert status == 200
             if engine != self.fleet[name].engine:
                 self._left(self.fleet[name], grace_s)
-                self.fleet[name] = Modelled(engine)
+                self.fleet[name] = Modelled(engine, self.fleet[name].draining)
 
     @rule(name=names, draining=st.booleans())
     def drain(self, name: str, draining: bool) -> None:

@@ -294,6 +294,42 @@ async def test_an_instance_added_again_under_a_drained_and_removed_name_is_not_d
     await one.until(lambda: again.draining)
 
 
+async def test_another_engine_behind_a_drained_name_is_drained_with_every_replica(
+    start_replicas: StartReplicas, start_proxy: StartProxy, store: StoreServer
+) -> None:
+    one, two = await start_replicas(2)
+    one.operations.fleet.drain("inst-0")
+    await two.until(lambda: two.core.instances["inst-0"].draining)
+    more = await StubEngine().start()
+    settings = one.core.instances["inst-0"].settings.model_copy(update={"url": more.url})
+    new = await two.operations.fleet.replace("inst-0", settings, 0.0)
+    assert new.draining
+    one.operations.fleet.undrain("inst-0")
+    await two.until(lambda: not new.draining)
+    await more.stop()
+
+
+async def test_an_instance_whose_removal_is_cancelled_is_not_drained_with_any_replica(
+    start_replicas: StartReplicas, start_proxy: StartProxy, store: StoreServer
+) -> None:
+    engines = [StubEngine(mode="hang"), StubEngine()]
+    one, two = await start_replicas(2, engines, policy={"name": "round_robin"})
+    waiting = [asyncio.create_task(ask(one)) for _ in range(2)]
+    await one.until(lambda: engines[0].running == 1)
+    leaving = one.core.instances["inst-0"]
+    one.operations.fleet.drain("inst-0")
+    one.operations.fleet.depart(leaving, 60.0)
+    await two.until(lambda: two.core.instances["inst-0"].draining)
+    back = one.operations.fleet.swap(leaving, leaving.settings, 60.0, leaving.source)
+    assert not back.draining
+    await two.until(lambda: not two.core.instances["inst-0"].draining)
+    late = await start_proxy(engines=engines, sharing={"url": store.url, "replica": "late"})
+    assert not late.core.instances["inst-0"].draining
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+
+
 async def test_an_open_breaker_elsewhere_is_a_hint_to_probe_not_a_state_to_copy(start_replicas: StartReplicas) -> None:
     one, two = await start_replicas(2, health={"interval_s": 30.0, "timeout_s": 2.0})
     probes = one.engines[0].probes
