@@ -236,7 +236,7 @@ def _measure(experiment: LoadedExperiment, directory: Path, state: ExperimentSta
             ended = await Runner(experiment, directory, state, inputs, observer, jobs).run()
         return 0 if ended.state == DONE and not ended.left else 1
 
-    remedy = f"continue with: warmroute experiment run {experiment.source} --output {directory} --resume"
+    remedy = f"continue with: {experiment.resume_command(directory)}"
     try:
         code = run_until_signal(work())
     except ExperimentError as error:

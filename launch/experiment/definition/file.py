@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -154,6 +155,13 @@ class LoadedExperiment(BaseModel):
     def sha256(self) -> str:
         """SHA-256 of the file's text."""
         return hashlib.sha256(self.text.encode()).hexdigest()
+
+    def resume_command(self, directory: Path) -> str:
+        """Command line that continues the experiment in a directory; without the overrides it would be refused."""
+        sets = [word for override in self.overrides for word in ("--set", override)]
+        return shlex.join(
+            ["warmroute", "experiment", "run", str(self.source), *sets, "--output", str(directory), "--resume"]
+        )
 
 
 def parse_experiment(values: Any, source: str = "experiment") -> ExperimentSettings:

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import math
 import os
+import shlex
 import sys
 from collections import Counter
 from pathlib import Path
@@ -192,6 +193,15 @@ def test_every_mistake_is_named(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ExperimentError) as caught:
         settings(**values)
     assert message in str(caught.value)
+
+
+def test_the_command_that_resumes_has_the_overrides(tmp_path: Path) -> None:
+    experiment = loaded(tmp_path, SIMULATED, "repeats=2", "baseline=b", "trace.synth={requests: 20}")
+    assert shlex.split(experiment.resume_command(tmp_path / "a run")) == [
+        *("warmroute", "experiment", "run", str(experiment.source)),
+        *("--set", "repeats=2", "--set", "baseline=b", "--set", "trace.synth={requests: 20}"),
+        *("--output", str(tmp_path / "a run"), "--resume"),
+    ]
 
 
 def test_settings_survive_their_own_record(tmp_path: Path) -> None:
