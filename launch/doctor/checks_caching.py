@@ -68,7 +68,8 @@ def proxy_conditions(facts: Facts) -> Iterator[Result]:
     if proxy is None:
         return
     if proxy.error is not None:
-        yield note(f"the proxy at {proxy.url} {proxy.error}: its conditions are not known")
+        unknown = f"the proxy at {proxy.url} {proxy.error}: its conditions are not known"
+        yield note(unknown) if proxy.remedy is None else warning(unknown, proxy.remedy)
         return
     bad = [one for one in proxy.conditions if not one.ok]
     for one in bad:

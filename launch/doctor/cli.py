@@ -37,6 +37,12 @@ def doctor_command(hand_offs: HandOffs | None = None) -> Callable[..., None]:
                 help="URL of a running proxy whose conditions to report. Default: the fleet's.", show_default=False
             ),
         ] = None,
+        ca_file: Annotated[
+            Path | None,
+            typer.Option(
+                "--ca-file", help="PEM file with the authority of the certificate of --proxy.", show_default=False
+            ),
+        ] = None,
         deep: Annotated[
             bool,
             typer.Option(
@@ -52,7 +58,8 @@ def doctor_command(hand_offs: HandOffs | None = None) -> Callable[..., None]:
 
         Every finding comes with a remedy; nothing is changed. With --deep the fleet's engines get short prompts.
 
-        Exit status 0: no problem (there may be warnings); 1: at least one problem; 2: the fleet file cannot be used.
+        Exit status 0: no problem (there may be warnings); 1: at least one problem; 2: the fleet file or another option
+        cannot be used.
         """
         from rich.console import Console
 
@@ -60,6 +67,7 @@ def doctor_command(hand_offs: HandOffs | None = None) -> Callable[..., None]:
         from launch.doctor.checks import all_checks
         from launch.doctor.findings import examine
         from launch.doctor.probe import gather
+        from launch.doctor.probes.conditions import checked_url, trusting
         from launch.fleet.file import FleetError, find_fleet, load_fleet
 
         checks = all_checks()
@@ -69,14 +77,18 @@ def doctor_command(hand_offs: HandOffs | None = None) -> Callable[..., None]:
         try:
             source = find_fleet(fleet_file) if fleet_file is not None else None
             fleet = load_fleet(source) if source is not None else None
-        except FleetError as error:
+            if ca_file is not None and proxy is None:
+                raise ValueError("--ca-file is for --proxy: give its URL too")
+            given_proxy, trust = None if proxy is None else checked_url(proxy), trusting(ca_file)
+        except (FleetError, ValueError) as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(2) from error
         facts = gather(
             fleet,
             source=str(source or ""),
             engine_python=engine_python,
-            proxy=proxy,
+            proxy=given_proxy,
+            proxy_trust=trust,
             deep=deep,
             hand_offs=hand_offs,
         )

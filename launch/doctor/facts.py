@@ -180,6 +180,8 @@ class ProxyConditions(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     error: str | None = None
     """Reason why they could not be read; None when they were."""
+    remedy: str | None = None
+    """Remedy for ``error``, where its cause is known."""
     conditions: list[ProxyCondition] = []
 
 

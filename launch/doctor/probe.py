@@ -9,6 +9,7 @@ import ctypes
 import os
 import resource
 import shutil
+import ssl
 import struct
 import sys
 from collections.abc import Mapping
@@ -46,6 +47,7 @@ def gather(
     library: NvmlLibrary | None = None,
     environment: Mapping[str, str] | None = None,
     proxy: str | None = None,
+    proxy_trust: ssl.SSLContext | None = None,
     deep: bool = False,
     hand_offs: HandOffs | None = None,
 ) -> facts.Facts:
@@ -58,6 +60,7 @@ def gather(
         library: an object with NVML's functions; default: ``pynvml``.
         environment: the environment that engines would inherit; default: this process's.
         proxy: URL of a running proxy whose conditions are read; default: the fleet's.
+        proxy_trust: authorities that this proxy is trusted by; default: the system's.
         deep: also test the running fleet, and ask nvidia-smi and Mooncake for their topologies.
         hand_offs: makes the hand-offs of that.
     """
@@ -75,7 +78,7 @@ def gather(
         environment=inherited,
         fleet=wanted,
         clocks=ask_clocks(fleet) if fleet is not None else [],
-        proxy=ask_proxy(fleet, proxy),
+        proxy=ask_proxy(fleet, proxy, proxy_trust),
         deep=gather_deep(python, engine, fleet, wanted, hand_offs) if deep else None,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import ssl
 import sys
 import time
 from email.utils import formatdate
@@ -13,6 +14,7 @@ from threading import Thread
 
 import psutil
 import pytest
+import trustme
 import yaml
 from typer.testing import CliRunner
 
@@ -169,6 +171,70 @@ def test_a_proxy_that_does_not_answer_is_no_error_of_the_doctor() -> None:
     found = ask_proxy(fleet, None)
     assert found is not None
     assert (found.url, found.error) == (fleet.proxy_url(), "does not answer (ConnectError)")
+
+
+def test_a_proxy_s_certificate_is_trusted_by_ca_file_and_named_as_the_problem_without(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("localhost").configure_cert(context)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response_only(200)
+            self.end_headers()
+            self.wfile.write(b'{"ready": true, "conditions": [{"name": "accepting", "ok": true, "detail": "yes"}]}')
+
+        def log_message(self, *arguments: object) -> None:
+            """No log."""
+
+    def conditions(scheme: str, host: str, *flags: str) -> tuple[str, str]:
+        _, output = doctor("--json", "--proxy", f"{scheme}://{host}:{server.server_port}", *flags)
+        (asked,) = [one for one in json.loads(output)["findings"] if one["check"] == "conditions"]
+        return asked["status"], f"{asked['found']}; {asked['fix']}"
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    trusted = ("--ca-file", str(tmp_path / "ca.pem"))
+    try:
+        assert conditions("https", "localhost", *trusted)[0] == "ok"
+        for host, flags, why in (("localhost", (), "unable to get"), ("127.0.0.1", trusted, "IP address mismatch")):
+            status, text = conditions("https", host, *flags)
+            assert (status, why in text, "--ca-file" in text) == ("warning", True, True), text
+        assert "begin its URL with https://" in conditions("http", "localhost")[1]
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def test_a_proxy_without_tls_is_to_be_asked_over_http() -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        found = ask_proxy(None, f"https://127.0.0.1:{server.server_port}")
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+    assert found is not None
+    assert found.remedy == "if it serves HTTP, begin its URL with http://"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--ca-file", "ca.pem"), "--ca-file is for --proxy: give its URL too"),
+        (("--proxy", "https://h:1", "--ca-file", "none.pem"), "--ca-file none.pem: No such file or directory"),
+        (("--proxy", "localhost:9090"), "--proxy localhost:9090: give its URL, such as http://127.0.0.1:9090"),
+        (("--proxy", "http://h:x"), "--proxy http://h:x: Invalid port: 'x'"),
+    ],
+)
+def test_a_proxy_that_cannot_be_asked_as_given_is_refused(flags: tuple[str, ...], message: str) -> None:
+    assert doctor(*flags) == (2, f"error: {message}\n")
 
 
 def doctor(*arguments: str) -> tuple[int, str]:

@@ -316,9 +316,14 @@ async def test_requests_that_wait_are_not_in_flight(
             "--ca-file",
         ),
         ("http://proxy:9090", httpx.RemoteProtocolError("Server disconnected"), "https://"),
+        (
+            "https://proxy:9090",
+            httpx.ConnectError("[SSL: WRONG_VERSION_NUMBER] wrong version number (_ssl.c:1006)"),
+            "begin --url with http://",
+        ),
         ("https://proxy:9090", httpx.ConnectError("refused"), "is the proxy running?"),
     ],
-    ids=["unknown authority", "HTTP to a port with TLS", "nobody"],
+    ids=["unknown authority", "HTTP to a port with TLS", "TLS to a port with HTTP", "nobody"],
 )
 def test_a_connection_that_fails_has_its_own_remedy(
     monkeypatch: pytest.MonkeyPatch, url: str, error: Exception, remedy: str
