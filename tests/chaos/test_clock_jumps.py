@@ -19,6 +19,7 @@ HOUR_S = 3600.0
 
 WALL_CLOCK = {
     "proxy/access_log.py": "time of a line",
+    "proxy/admin/anthropic_models.py": "display of the time that the engine gives for a model",
     "proxy/admin/breakdown_routes.py": "times of rows",
     "proxy/admin/conditions.py": "display of the time since which a condition is not met",
     "proxy/admin/instance_rows.py": "display of the end of a breaker's open time",
