@@ -9,11 +9,13 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from policies.offload.never import Never
 from policies.types import PolicyPart
 from proxy.core import Core
 from proxy.discovery.status import Reading
 from proxy.meters.checks import MEANINGS, REMEDIES
 from proxy.routing.policy_watch import RECENT_S
+from proxy.settings import roles_permit_hand_offs
 
 _SHOWN = 5
 """Instances that the detail of a condition names."""
@@ -108,7 +110,8 @@ def _policies(core: Core) -> Iterator[Condition]:
     ):
         failed = router.watch.failures.get((part, name))
         if failed is None or not failed.recent(now_s):
-            yield Condition(part.value, True, f"{name} decides")
+            without = part is PolicyPart.PLANNER and _plans_in_vain(core)
+            yield _no_hand_offs(name) if without else Condition(part.value, True, f"{name} decides")
             continue
         yield Condition(
             part.value,
@@ -128,6 +131,22 @@ def _policies(core: Core) -> Iterator[Condition]:
             counts,
             "use a cheaper policy, or give the proxy more CPU; limits.slow_decision_s is the limit",
         )
+
+
+def _plans_in_vain(core: Core) -> bool:
+    """True if there is a planner, and no instance whose role permits a hand-off."""
+    fleet = [each.settings for each in core.instances]
+    return bool(fleet) and core.router.planner.name != Never.name and not roles_permit_hand_offs(fleet)
+
+
+def _no_hand_offs(planner: str) -> Condition:
+    return Condition(
+        PolicyPart.PLANNER.value,
+        False,
+        f"{planner} can offload nothing: no instance's role permits a hand-off to another",
+        "give the instances the role of their engines and a bootstrap_url, or switch the planner off: PUT /policy with "
+        'planner "never"',
+    )
 
 
 def _plug_ins(core: Core) -> Condition:

@@ -2,7 +2,7 @@
 
 from proxy.settings.discovery import DiscoverySettings, EngineTemplate
 from proxy.settings.front import CorsSettings, ModelNameSettings, PassThroughSettings
-from proxy.settings.instance import InstanceSettings, TakenAddresses, distinct_ranks
+from proxy.settings.instance import InstanceSettings, TakenAddresses, distinct_ranks, roles_permit_hand_offs
 from proxy.settings.model import Settings, load_settings
 from proxy.settings.observation.meters import MeterSettings
 from proxy.settings.observation.shadow import ShadowEntry, ShadowSettings
@@ -77,4 +77,5 @@ __all__ = [
     "TracingSettings",
     "distinct_ranks",
     "load_settings",
+    "roles_permit_hand_offs",
 ]

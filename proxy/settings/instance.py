@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -148,6 +148,16 @@ class InstanceSettings(Section):
             ValueError: the environment variable named by ``api_key_env`` is not set.
         """
         return self.api_key if self.api_key_env is None else secret_from(self.api_key_env, "api_key_env")
+
+
+def roles_permit_hand_offs(instances: Sequence[InstanceSettings]) -> bool:
+    """True if one of these may hand KV over to another with the same connector; of one alone: to another like it."""
+    for connector in Connector:
+        roles = [each.role for each in instances if each.connector is connector and each.role is not Role.NONE]
+        sends, receives = {*roles} - {Role.KV_CONSUMER}, {*roles} - {Role.KV_PRODUCER}
+        if sends and receives and (len(roles) > 1 or len(instances) == 1):
+            return True
+    return False
 
 
 def instance_of(specification: str) -> dict[str, str]:

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from rich.console import Console
 from rich.table import Table
 
+from policies.offload.never import Never
 from proxy import logs
 from proxy.access_log import check_writable
 from proxy.core import Core
@@ -18,7 +19,7 @@ from proxy.discovery.source import DiscoveryError
 from proxy.discovery.sources import source_of
 from proxy.fleet.instances import Instance
 from proxy.operations.health import HealthMonitor
-from proxy.settings import LogSettings, Settings, TakenAddresses
+from proxy.settings import LogSettings, Settings, TakenAddresses, roles_permit_hand_offs
 from proxy.sharing.sharing import replicas_now
 from proxy.sharing.store import StoreError
 from proxy.start.environment import unknown_variables
@@ -62,6 +63,11 @@ def check_fleet(settings: Settings, console: Console | None = None) -> bool:
     for problem in problems:
         console.print(f"discovery: {problem}", markup=False, highlight=False, soft_wrap=True)
     for sentence in unknown_variables(os.environ, settings):
+        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+    planner = settings.offload.planner
+    if planner != Never.name and settings.instances and not roles_permit_hand_offs(settings.instances):
+        remedy = "give the instances the role of their engines and a bootstrap_url"
+        sentence = f"planner {planner} can offload nothing, as no instance's role permits a hand-off: {remedy}"
         console.print(sentence, markup=False, highlight=False, soft_wrap=True)
     well = not problems and not any(row.remedies for row in found)
     console.print("every engine can be used" if well else "not every engine can be used", highlight=False)

@@ -85,6 +85,34 @@ async def test_different_connectors_never_hand_over_to_each_other(start_proxy: S
     assert (await proxy.rows())[0]["offload_reason"] == "no_prefill_candidate"
 
 
+@pytest.mark.parametrize(
+    ("role", "each", "ok"),
+    [
+        ("none", [{}, {}], False),
+        ("kv_consumer", [{}, {}], False),
+        ("kv_both", [{"connector": "nixl", "bootstrap_url": None}, {}], False),
+        ("kv_consumer", [{"role": "kv_producer"}, {}], True),
+        ("kv_both", [{}, {"role": "none"}], False),
+        ("kv_both", [{}, {}], True),
+    ],
+    ids=["none", "nobody sends", "two connectors", "a pair", "one alone", "both"],
+)
+async def test_a_planner_without_a_pair_for_a_hand_off_is_a_condition(
+    start_proxy: StartProxy, role: str, each: list[dict[str, Any]], ok: bool
+) -> None:
+    proxy = await start_proxy(2, role=role, each=each, offload={"planner": "cost_model"})
+
+    async def planner() -> dict[str, Any]:
+        shown = (await proxy.client.get("/ready?verbose")).json()["conditions"]
+        (found,) = [condition for condition in shown if condition["name"] == "planner"]
+        return dict(found)
+
+    found = await planner()
+    assert (found["ok"], "role" in found["detail"]) == (ok, not ok)
+    await proxy.client.put("/policy", json={"planner": "never"})
+    assert (await planner())["ok"]
+
+
 def ratios_counted(metrics: str) -> dict[str, float]:
     prefix = "warmroute_leg_actual_to_predicted_ratio_count{leg="
     lines = [line for line in metrics.splitlines() if line.startswith(prefix)]

@@ -66,6 +66,15 @@ def test_an_engine_that_cannot_be_used_has_its_remedy_and_status_1() -> None:
     assert "not every engine can be used" in answer.output
 
 
+def test_a_planner_that_can_offload_nothing_is_reported() -> None:
+    engine = StubEngine()
+    with in_a_thread(engine):
+        for planner in ("never", "cost_model"):
+            answer = check("--instance", engine.url, "--planner", planner)
+            assert answer.exit_code == 0
+            assert ("cost_model can offload nothing" in answer.output) is (planner == "cost_model")
+
+
 def test_invalid_settings_are_status_2() -> None:
     answer = check("--instance", "127.0.0.1:8000")
     assert answer.exit_code == 2
