@@ -73,7 +73,12 @@ class DnsInstances:
         except dns.resolver.NXDOMAIN:
             return []
         except (dns.exception.DNSException, OSError) as error:
-            raise DiscoveryError(f"{self._name} ({kind}) cannot be looked up: {error}") from error
+            # Without the query: readers put the origin first, which has the name.
+            reason = str(error).rpartition(f" IN {kind}: ")[2]
+            raise DiscoveryError(
+                f"{kind} records cannot be looked up: {reason}; check the name servers, discovery.dns.servers or this "
+                "machine's"
+            ) from error
         if kind == "SRV":
             # A lone dot is a service that its domain does not offer (RFC 2782).
             targets = [(record.target.to_text(omit_final_dot=True), record.port) for record in answer]

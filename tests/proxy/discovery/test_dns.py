@@ -75,6 +75,17 @@ async def test_a_name_without_records_is_an_empty_set_and_a_failing_server_an_er
         await urls(found)
 
 
+@pytest.mark.parametrize("srv", [False, True])
+async def test_an_error_has_the_name_once_with_its_origin(server: StubDns, srv: bool) -> None:
+    found = source(server, srv=srv)
+    server.rcode = dns.rcode.SERVFAIL
+    with pytest.raises(DiscoveryError) as refused:
+        await urls(found)
+    text = f"{found.origin}: {refused.value}"
+    assert text.count("engines.test.") == 1, text
+    assert "answered SERVFAIL; check the name servers" in text
+
+
 async def test_a_silent_server_is_an_error_after_the_bound(server: StubDns) -> None:
     server.silent = True
     with pytest.raises(DiscoveryError, match=r"discovery.timeout_s|cannot be looked up"):
