@@ -50,19 +50,27 @@ class Place:
         """Every worker as the parent knows it now. Raises LineError."""
         return (await self.line.ask(Question.ROSTER)).roster
 
-    @contextlib.asynccontextmanager
-    async def changing(self) -> AsyncIterator[None]:
-        """The right to change all workers, which one of them has at a time, and which its end gives back.
+    def changing(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """The right to change all workers, as ``changing``."""
+        return changing(self.folder)
 
-        Raises:
-            RequestError: 503, another change takes too long.
-        """
-        held = os.open(self.folder / "changes.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            await _lock(held)
-            yield
-        finally:
-            os.close(held)
+
+@contextlib.asynccontextmanager
+async def changing(folder: Path) -> AsyncIterator[None]:
+    """The right to change all workers, which one process has at a time, and which its end gives back.
+
+    Args:
+        folder: that of the workers' sockets.
+
+    Raises:
+        RequestError: 503, another change takes too long.
+    """
+    held = os.open(folder / "changes.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        await _lock(held)
+        yield
+    finally:
+        os.close(held)
 
 
 async def _lock(descriptor: int) -> None:

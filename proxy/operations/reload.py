@@ -78,11 +78,13 @@ class Reloader:
         self.on_applied: Callable[[ReloadReport], None] = _ignore
         """Called after settings were applied."""
 
-    def on_hangup(self) -> None:
-        """Reload on SIGHUP; the result is logged."""
+    def on_hangup(self, ended: Callable[[], None] | None = None) -> None:
+        """Reload on SIGHUP; the result is logged, and ``ended`` is called at the end."""
         task = asyncio.create_task(self.reload(), name="reload")
         self._begun.add(task)
         task.add_done_callback(self._begun.discard)
+        if ended is not None:
+            task.add_done_callback(lambda _: ended())
 
     async def close(self) -> None:
         """Cancel reloads in progress."""

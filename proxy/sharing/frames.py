@@ -107,6 +107,10 @@ class Reloaded(msgspec.Struct, frozen=True, tag=True):
     keys: tuple[str, ...]
 
 
+class Reread(msgspec.Struct, frozen=True, tag=True):
+    """Worker to parent: a reload that was ordered has ended, whatever its result."""
+
+
 class Shown(msgspec.Struct, frozen=True, tag=True):
     """Worker to parent: counters as they are about to be shown, kept for the time after its end."""
 
@@ -146,7 +150,7 @@ class Answered(msgspec.Struct, frozen=True, tag=True):
     ended: bytes = b""
 
 
-FromWorker = Publish | Ask | Listed | Serving | Ending | Changed | Reloaded | Shown | Alive
+FromWorker = Publish | Ask | Listed | Serving | Ending | Changed | Reloaded | Reread | Shown | Alive
 FromParent = Delivered | Ordered | Answered | AskAlive
 
 _from_worker = msgspec.msgpack.Decoder(FromWorker)

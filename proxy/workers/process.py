@@ -25,6 +25,7 @@ from proxy.sharing.frames import (
     Ordered,
     Publish,
     Reloaded,
+    Reread,
     Serving,
     Shown,
     framed,
@@ -74,6 +75,7 @@ class WorkerProcess:
         """Time of its last frame; before the first, of its beginning."""
         self.hung_s: float | None = None
         """Silence after which it was killed; None: it was not killed for that."""
+        self._reread = asyncio.Event()
         self._hub = hub
         self._on_change = on_change
         self._all = all_processes
@@ -116,7 +118,13 @@ class WorkerProcess:
 
     def order(self, order: Order) -> None:
         """Give an order."""
+        if order is Order.RELOAD:
+            self._reread.clear()
         self.send(Ordered(order))
+
+    async def reloaded(self) -> None:
+        """Wait until it has ended the reload that it was ordered last, or has ended itself."""
+        await self._reread.wait()
 
     def kill(self) -> None:
         """End it without its consent."""
@@ -178,6 +186,8 @@ class WorkerProcess:
         except ValueError as error:  # another version's worker cannot be here, so this is a fault of ours
             log.error("worker %d sent an unreadable frame and is killed: %s", self.worker, error)
             self.kill()
+        finally:
+            self._reread.set()
 
     def _take(self, frame: FromWorker) -> None:
         now_s = self.heard_s = time.monotonic()
@@ -190,6 +200,8 @@ class WorkerProcess:
             self._hub.changed(frame.change)
         elif isinstance(frame, Reloaded):
             self._hub.reloaded(frame.keys)
+        elif isinstance(frame, Reread):
+            self._reread.set()
         elif isinstance(frame, Shown):
             self._hub.shown(self.worker, frame.families)
         elif isinstance(frame, Ending):

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from proxy.clients.bounds import raise_descriptor_limit
+from proxy.errors import RequestError
+from proxy.gather.place import changing
 from proxy.settings import Settings
 from proxy.sharing.frames import Order, WorkerStanding
 from proxy.start.address import ListenError
@@ -36,6 +38,8 @@ _ATTEMPTS = 5
 """Failed starts in a row after which the parent gives up, unless another worker serves."""
 _ANSWER_S = 10.0
 """Time for a worker to report how long its shutdown may take."""
+_RELOAD_S = 30.0
+"""Time for the workers to read their settings, during which no request changes them."""
 _MARGIN_S = 60.0
 _LONGEST_FOLDER = 80
 """Characters; the path of a Unix socket has at most 103 on any system."""
@@ -61,16 +65,16 @@ def supervise(settings: Settings, config: Path | None, flags: dict[str, Any]) ->
         port = stack.enter_context(reserved(settings.host, settings.port))
         admin = settings.admin
         admin_port = None if admin.port is None else stack.enter_context(reserved(admin.host, admin.port))
-        folder = stack.enter_context(_folder())
+        folder = Path(stack.enter_context(_folder()))
         path = None if config is None else str(config.absolute())
 
         clock_offset_s = time.time() - time.monotonic()
 
         def start(worker: int, line: int, stacks: int) -> WorkerStart:
             own = (worker, clock_offset_s, os.getpid(), line, stacks)
-            return WorkerStart(*own, folder, port, admin_port, path, flags)
+            return WorkerStart(*own, str(folder), port, admin_port, path, flags)
 
-        return asyncio.run(Supervisor(settings, start).run())
+        return asyncio.run(Supervisor(settings, folder, start).run())
 
 
 class _End(NamedTuple):
@@ -91,12 +95,14 @@ class Supervisor:
 
     Args:
         settings: those of the proxy.
+        folder: that of the workers' sockets.
         start: makes the argument of a worker's process from its number and the descriptors of its line and its stacks.
     """
 
-    def __init__(self, settings: Settings, start: Callable[[int, int, int], WorkerStart]) -> None:
+    def __init__(self, settings: Settings, folder: Path, start: Callable[[int, int, int], WorkerStart]) -> None:
         self._count = settings.workers
         self._silence_s = settings.worker_silence_s
+        self._folder = folder
         self._start = start
         self._processes: dict[int, WorkerProcess] = {}
         self._standings = {
@@ -106,6 +112,9 @@ class Supervisor:
         kept = KeptState(sessions.capacity, sessions.ttl_s, responses.capacity, responses.ttl_s)
         self._hub = Hub(kept, lambda: tuple(self._standings.values()))
         self._ending = asyncio.Event()
+        self._hung_up = asyncio.Event()
+        """SIGHUP has come, and no reload has begun since."""
+        self._reloads: asyncio.Task[None] | None = None
         self._hurried = False
         self._failed_starts = 0
         self._status = 0
@@ -113,13 +122,14 @@ class Supervisor:
     async def run(self) -> int:
         """Run until all workers have ended; returns the exit status."""
         loop = asyncio.get_running_loop()
-        handlers = {signal.SIGTERM: self._end, signal.SIGINT: self._end, signal.SIGHUP: self._reload}
+        handlers = {signal.SIGTERM: self._end, signal.SIGINT: self._end, signal.SIGHUP: self._hung_up.set}
         for number, handler in handlers.items():
             loop.add_signal_handler(number, handler)
         try:
             async with asyncio.TaskGroup() as group:
                 for worker in range(self._count):
                     group.create_task(self._keep(worker), name=f"worker-{worker}")
+                self._reloads = group.create_task(self._reload_at_hangups(), name="reloads")
                 if self._silence_s:
                     group.create_task(self._watch(self._silence_s), name="watchdog")
         finally:
@@ -222,13 +232,35 @@ class Supervisor:
             return
         log.info("shutting down %d worker(s)", len(self._processes))
         self._ending.set()
+        if self._reloads is not None:
+            self._reloads.cancel()
         for process in self._processes.values():
             process.order(Order.END)
 
-    def _reload(self) -> None:
+    async def _reload_at_hangups(self) -> None:
+        """Have the workers reload after each SIGHUP, until cancelled."""
+        while await self._hung_up.wait():
+            self._hung_up.clear()
+            try:
+                # A change between the reloads of two workers would be the later one for the first, the earlier for the
+                # second.
+                async with changing(self._folder):
+                    await self._reload()
+            except (RequestError, OSError) as error:
+                log.warning("the workers reload beside another change, which some may take before it: %s", error)
+                await self._reload()
+
+    async def _reload(self) -> None:
+        """Have every worker reload, and wait for those that serve."""
         log.info("the workers read their settings again")
         for process in self._processes.values():
             process.order(Order.RELOAD)
+        reloading = [process.reloaded() for process in self._processes.values() if process.listed]
+        try:
+            async with asyncio.timeout(_RELOAD_S):
+                await asyncio.gather(*reloading)
+        except TimeoutError:
+            log.warning("not every worker has read its settings within %g s", _RELOAD_S)
 
     def _give_up(self, why: str, status: int) -> None:
         if not self._ending.is_set():

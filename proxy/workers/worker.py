@@ -21,7 +21,7 @@ from proxy.operations.reload import ReloadReport
 from proxy.operations.shutdown import ProxyServer
 from proxy.server import server_config
 from proxy.settings import Settings, SettingsError, load_settings
-from proxy.sharing.frames import Ending, Order, Reloaded, Serving
+from proxy.sharing.frames import Ending, Order, Reloaded, Reread, Serving
 from proxy.sharing.line import ParentLine, WorkerIdentity
 from proxy.tokens.encoder import TokenizerError
 from proxy.workers.own_settings import own_settings
@@ -61,7 +61,7 @@ def main(argument: str) -> None:
 
     def obey(order: Order) -> None:
         if order is Order.RELOAD:
-            app.operations.reloader.on_hangup()
+            app.operations.reloader.on_hangup(lambda: line.send(Reread()))
             return
         if order is Order.HURRY or not server.should_exit:
             server.end()
