@@ -246,7 +246,7 @@ def read_yaml(path: Path) -> object:
         return load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ProfileError(f"cannot read {path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ProfileError(f"{path} is not YAML: {error}") from error
 
 

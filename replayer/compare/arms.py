@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from replayer.compare.comparison import KeptSettings, kept_settings
+from replayer.records.json_errors import BAD_JSON
 from replayer.records.runs import Run, read_run
 from replayer.records.validity import calls_invalid
 from replayer.traces.formats.source import file_sha256
@@ -203,7 +204,7 @@ def _plan(directory: Path) -> dict[str, Any]:
             f"{directory} is a directory without {EXPERIMENT_FILE}: give run files, or the directory of "
             "`warmroute experiment run`"
         ) from error
-    except msgspec.MsgspecError as error:
+    except BAD_JSON as error:
         raise ArmFilesError(f"{path}: not JSON ({error})") from error
     if not isinstance(plan, dict) or not plan.get("arms"):
         raise ArmFilesError(f"{path}: names no arms; is it the file of `warmroute experiment run`?")

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from replayer.compare.pairing import silence_as_zero
+from replayer.records.json_errors import BAD_JSON
 from replayer.records.runs import RequestRecord, Run
 from replayer.traces.trace import Trace
 
@@ -47,7 +48,7 @@ def engines_of(directory: Path) -> set[str]:
     """Identities of a run's engines by the proof beside it: engine ids, and processes by pid and start."""
     try:
         proof: Any = msgspec.json.decode((directory / FRESH_FILE).read_bytes())
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, *BAD_JSON):
         return set()
     names: set[str] = set()
     for engine in (proof.get("engines") or []) if isinstance(proof, dict) else []:
@@ -72,7 +73,7 @@ def _proof(path: Path) -> list[str]:
         proof: Any = msgspec.json.decode(path.read_bytes())
     except FileNotFoundError:
         return []
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, *BAD_JSON) as error:
         return [f"{path} cannot be read ({error})"]
     if not isinstance(proof, dict) or proof.get("kind") == "simulated":
         return []

@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from replayer.records.json_errors import BAD_JSON
+
 _CACHED_INPUTS = ("cached_tokens", "cached")
 """Names of a candidate's predicted cached tokens among a policy's inputs, in rows without ``cached_tokens``."""
 _NEW_INPUT = "new_tokens"
@@ -82,7 +84,7 @@ def read_rows(path: str | Path) -> list[BreakdownRow]:
             if line.strip():
                 try:
                     rows.append(_row(_DECODER.decode(line)))
-                except msgspec.MsgspecError as error:
+                except BAD_JSON as error:
                     raise BreakdownError(f"{path}:{number}: not a breakdown row ({error})") from error
     return rows
 
@@ -99,7 +101,7 @@ def read_objects(path: str | Path) -> list[dict[str, Any]]:
         if line.strip():
             try:
                 rows.append(msgspec.json.decode(line, type=dict[str, Any]))
-            except msgspec.MsgspecError as error:
+            except BAD_JSON as error:
                 raise BreakdownError(f"{path}:{number}: not a breakdown row ({error})") from error
     return rows
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from replayer.records.idle import IdleCosts
+from replayer.records.json_errors import BAD_JSON
 
 SCHEMA = 1
 """Version of the record schema this module reads and writes."""
@@ -199,7 +200,7 @@ def read_run(path: str | Path) -> Run:
             continue
         try:
             item = _DECODER.decode(line)
-        except msgspec.MsgspecError as error:
+        except BAD_JSON as error:
             hint = "is this a file written by `warmroute replay`?" if number == 1 else "remove the line or replay again"
             raise RecordError(f"{path}:{number}: not a run record ({error}); {hint}") from error
         if isinstance(item, RunHeader):

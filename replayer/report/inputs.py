@@ -14,6 +14,7 @@ from replayer.compare.arms import EXPERIMENT_FILE, ArmRun, ArmRuns, parse_arms, 
 from replayer.compare.comparison import KeptSettings
 from replayer.compare.pairing import silence_as_zero
 from replayer.records.breakdown_rows import BreakdownRow, read_rows, rows_of
+from replayer.records.json_errors import BAD_JSON
 from replayer.records.runs import RequestRecord, Run, RunEnd
 from replayer.traces.loading import load_trace
 from replayer.traces.trace import Trace
@@ -290,5 +291,5 @@ def _read_json(path: Path) -> Mapping[str, Any] | None:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except FileNotFoundError:
         return None
-    except msgspec.MsgspecError as error:
+    except BAD_JSON as error:
         raise ReportError(f"{path}: not a JSON object ({error})") from error

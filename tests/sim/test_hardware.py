@@ -241,6 +241,9 @@ def test_bad_profiles_say_what_is_wrong(tmp_path: Path) -> None:
     broken.write_text("name: [", encoding="utf-8")
     with pytest.raises(ProfileError, match="is not YAML"):
         load_profile(str(broken))
+    broken.write_bytes(b"name: caf\xe9")
+    with pytest.raises(ProfileError, match="is not YAML"):
+        load_profile(str(broken))
     broken.write_text("name: x\nspeed: 3\n", encoding="utf-8")
     with pytest.raises(ProfileError, match="speed"):
         load_profile(str(broken))

@@ -15,6 +15,7 @@ from launch.experiment.definition.file import ExperimentError
 from launch.experiment.definition.order import Slot
 from launch.run.files import replace_file
 from launch.run.processes import same_process
+from replayer.records.json_errors import BAD_JSON
 
 STATE_FILE = "experiment.json"
 CONFIG_FILE = "config.yaml"
@@ -161,7 +162,7 @@ def read_experiment(directory: Path) -> ExperimentState:
         raise ExperimentError(
             f"{path}: {error.strerror}; give the directory that `warmroute experiment run` printed"
         ) from error
-    except msgspec.MsgspecError as error:
+    except BAD_JSON as error:
         raise ExperimentError(f"{path}: not the state of an experiment ({error})") from error
     if state.schema != SCHEMA:
         raise ExperimentError(f"{path}: schema {state.schema}, this version reads {SCHEMA}")

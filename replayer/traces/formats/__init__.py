@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from replayer.records.json_errors import BAD_JSON
 from replayer.traces.formats.lengths import AZURE, BURSTGPT, columns_of
 from replayer.traces.formats.source import is_empty, is_tar, iter_json_members, iter_lines
 from replayer.traces.trace import TraceError
@@ -53,7 +54,7 @@ def detect_format(path: Path) -> Format:
         return _OF_COLUMNS[columns]
     try:
         row: Any = msgspec.json.decode(line)
-    except msgspec.DecodeError as error:
+    except BAD_JSON as error:
         raise TraceError(
             f"{path}:{number}: not a JSON object ({error}); traces are JSONL, one object per line, or CSV with the "
             "columns of Azure (TIMESTAMP, ContextTokens, GeneratedTokens) or BurstGPT (Timestamp, Request tokens, "

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from replayer.records.json_errors import BAD_JSON
 from replayer.traces.formats.source import iter_lines
 from replayer.traces.trace import TraceError, TraceRequest
 
@@ -40,7 +41,7 @@ def read(path: Path, unit_s: float, block_tokens: int, notes: list[str]) -> Iter
     for index, (line_number, line) in enumerate(iter_lines(path)):
         try:
             row = _DECODER.decode(line)
-        except msgspec.MsgspecError as error:
+        except BAD_JSON as error:
             raise TraceError(
                 f"{path}:{line_number}: not an agent-text call ({error}); correct the line, or cut the file before it"
             ) from None

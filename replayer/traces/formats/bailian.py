@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import zstandard
 
+from replayer.records.json_errors import BAD_JSON
 from replayer.traces.formats.source import iter_lines
 from replayer.traces.trace import TraceError, TraceRequest
 
@@ -186,7 +187,7 @@ def read_unlinked(path: Path, unit_s: float, *, remembered: int | None = None) -
         where = f"{path}:{line_number}"
         try:
             row = _DECODER.decode(line)
-        except msgspec.MsgspecError as error:
+        except BAD_JSON as error:
             raise TraceError(
                 f"{where}: not a Bailian-style request ({error}); correct the line, or cut the file before it"
             ) from None

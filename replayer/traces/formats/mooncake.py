@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from replayer.records.json_errors import BAD_JSON
 from replayer.traces.formats.bailian import check_lengths, id_array
 from replayer.traces.formats.source import iter_lines
 from replayer.traces.trace import TraceError, TraceRequest
@@ -37,7 +38,7 @@ def read(path: Path, unit_s: float, notes: list[str]) -> Iterator[TraceRequest]:
         where = f"{path}:{line_number}"
         try:
             row = _DECODER.decode(line)
-        except msgspec.MsgspecError as error:
+        except BAD_JSON as error:
             raise TraceError(
                 f"{where}: not a Mooncake request ({error}); correct the line, or cut the file before it"
             ) from None

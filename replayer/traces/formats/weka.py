@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from replayer.records.json_errors import BAD_JSON
 from replayer.traces.formats.bailian import check_lengths, id_array
 from replayer.traces.formats.source import iter_json_members
 from replayer.traces.trace import TraceError, TraceRequest
@@ -134,7 +135,7 @@ def read(path: Path, options: WekaOptions, notes: list[str]) -> Iterator[TraceRe
     for position, (name, content) in enumerate(iter_json_members(path)):
         try:
             trace = _DECODER.decode(content)
-        except msgspec.MsgspecError as error:
+        except BAD_JSON as error:
             raise TraceError(f"{name}: not a kv-cache-tester trace ({error}); correct or remove the file") from None
         if trace.hash_id_scope not in ("local", "global"):
             raise TraceError(f"{name}: hash_id_scope {trace.hash_id_scope!r}; known are 'local' and 'global'")

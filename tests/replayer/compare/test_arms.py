@@ -85,7 +85,13 @@ def test_a_live_experiment_needs_proofs(experiment: MakeExperiment) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [(None, "without experiment.json"), ("{", "not JSON"), ("[]", "names no arms"), ('{"arms": []}', "names no arms")],
+    [
+        (None, "without experiment.json"),
+        ("{", "not JSON"),
+        ("[" * 5_000, "not JSON"),
+        ("[]", "names no arms"),
+        ('{"arms": []}', "names no arms"),
+    ],
 )
 def test_what_is_no_experiment_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
     if text is not None:

@@ -133,6 +133,7 @@ def test_a_run_cut_anywhere_after_its_header_reads_back_what_was_whole(
         (b"{}\n", ":1: not a run record"),
         (encode_line(record(0)), ":1: the first line must be"),
         (encode_line(RunHeader(schema=9)), "schema 9"),
+        (encode_line(RunHeader(label="LABEL")).replace(b"LABEL", b"caf\xe9"), ":1: not a run record"),
         (encode_line(RunHeader()) + b"garbage\n" + encode_line(record(0)), ":2: not a run record"),
     ],
 )

@@ -163,6 +163,8 @@ def test_one_id_too_many_is_cut_and_noted(tmp_path: Path) -> None:
     ("line", "words"),
     [
         ("{broken", "not a Bailian-style request"),
+        (json.dumps(row(1, session_id="SESSION")), "not a Bailian-style request"),
+        ('{"chat_id": ' + "[" * 5_000, "not a Bailian-style request"),
         (json.dumps({"chat_id": 1}), "timestamp"),
         (json.dumps(row(1, input_length=0)), "at least one prompt token"),
         (json.dumps(row(1, output_length=-1)), "negative"),
@@ -173,7 +175,8 @@ def test_one_id_too_many_is_cut_and_noted(tmp_path: Path) -> None:
 )
 def test_a_bad_line_is_named_with_file_and_number(tmp_path: Path, line: str, words: str) -> None:
     path = tmp_path / "t.jsonl"
-    path.write_text(json.dumps(row(0)) + "\n\n" + line + "\n")
+    text = json.dumps(row(0)) + "\n\n" + line + "\n"
+    path.write_bytes(text.encode().replace(b"SESSION", b"caf\xe9"))  # Latin-1
     with pytest.raises(TraceError, match=words) as caught:
         load_trace(path)
     assert f"{path}:3" in str(caught.value)
@@ -185,6 +188,7 @@ def test_a_bad_line_is_named_with_file_and_number(tmp_path: Path, line: str, wor
         (b"", "empty"),
         (b"\n \n", "only blank lines"),
         (b"hello\n", "not a JSON object"),
+        (b'{"session_id": "caf\xe9"}\n', "not a JSON object"),
         (b'{"a": 1}\n', "unknown trace format"),
         (b"[1]\n", "unknown trace format"),
     ],
