@@ -242,6 +242,8 @@ def _make(found: Mapping[str, type | EntryPoint], kind: str, name: str, params: 
 
 def _load(point: EntryPoint, kind: str) -> object:
     """The class of an entry point; whatever its import raises becomes one error that names the package."""
+    if EntryPoint.pattern.match(point.value) is None:
+        raise PolicyLoadError(f"{kind} {point.value!r}: write MODULE:CLASS, such as acme_routing:FewestSessions")
     try:
         return point.load()
     except Exception as error:

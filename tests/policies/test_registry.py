@@ -287,3 +287,9 @@ def test_a_policy_without_default_parameters_is_neither_broken_nor_usable_withou
     assert "strict" not in installed.usable
     assert installed.broken == {}
     assert make_routing("strict", {"level": 1}).name == "strict"
+
+
+@pytest.mark.parametrize("name", ["acme:", ":Class", "warm:", "a b:C"])
+def test_a_name_that_is_no_module_and_class_says_how_to_write_one(name: str) -> None:
+    with pytest.raises(PolicyLoadError, match="write MODULE:CLASS"):
+        make_routing(name, {}, modules=True)
