@@ -83,10 +83,12 @@ class AdminApi:
         """Remedy for a proxy that cannot be reached."""
         if "CERTIFICATE_VERIFY_FAILED" in str(error):
             return "give the authority of its certificate with --ca-file, and in --url a name that the certificate has"
-        if "SSL:" in str(error) and self.url.startswith("https://"):
+        if "WRONG_VERSION_NUMBER" in str(error):
             return "does it serve plain HTTP? then begin --url with http://"
-        if isinstance(error, httpx.RemoteProtocolError) and self.url.startswith("http://"):
-            return "does it serve HTTPS? then begin --url with https://"
+        if isinstance(error, httpx.RemoteProtocolError):
+            if self.url.startswith("http://"):
+                return "does it serve HTTPS? then begin --url with https://"
+            return "does it require client certificates (tls.client_ca)? This command has none"
         return "is the proxy running? --url names it"
 
 

@@ -83,10 +83,12 @@ def _unread(base: str, error: Exception) -> ProxyConditions:
             error=f"has a certificate that is not trusted ({reason or error})",
             remedy="give its authority with --ca-file, and in --proxy a name that the certificate has",
         )
-    other = None
-    if base.startswith("https://") and "SSL:" in str(error):
-        other = "http://"
-    elif base.startswith("http://") and isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):
-        other = "https://"
-    remedy = None if other is None else f"if it serves {other[:-3].upper()}, begin its URL with {other}"
+    remedy = None
+    if "WRONG_VERSION_NUMBER" in str(error):
+        remedy = "if it serves plain HTTP, begin its URL with http://"
+    elif isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):
+        if base.startswith("http://"):
+            remedy = "if it serves HTTPS, begin its URL with https://"
+        else:
+            remedy = "if it requires client certificates (tls.client_ca), read GET /ready?verbose with one"
     return ProxyConditions(url=base, error=f"does not answer ({type(error).__name__})", remedy=remedy)

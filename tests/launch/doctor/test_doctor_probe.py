@@ -221,7 +221,7 @@ def test_a_proxy_without_tls_is_to_be_asked_over_http() -> None:
         server.server_close()
         thread.join()
     assert found is not None
-    assert found.remedy == "if it serves HTTP, begin its URL with http://"
+    assert found.remedy == "if it serves plain HTTP, begin its URL with http://"
 
 
 @pytest.mark.parametrize(

@@ -321,9 +321,10 @@ async def test_requests_that_wait_are_not_in_flight(
             httpx.ConnectError("[SSL: WRONG_VERSION_NUMBER] wrong version number (_ssl.c:1006)"),
             "begin --url with http://",
         ),
+        ("https://proxy:9090", httpx.RemoteProtocolError("Server disconnected"), "tls.client_ca"),
         ("https://proxy:9090", httpx.ConnectError("refused"), "is the proxy running?"),
     ],
-    ids=["unknown authority", "HTTP to a port with TLS", "TLS to a port with HTTP", "nobody"],
+    ids=["unknown authority", "HTTP to a port with TLS", "TLS to a port with HTTP", "no client certificate", "nobody"],
 )
 def test_a_connection_that_fails_has_its_own_remedy(
     monkeypatch: pytest.MonkeyPatch, url: str, error: Exception, remedy: str
