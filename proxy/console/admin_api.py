@@ -102,4 +102,6 @@ def _message(answer: httpx.Response) -> str:
 def _remedy(answer: httpx.Response) -> str:
     if answer.status_code == 401:
         return "; give an admin key with --key or in WARMROUTE_ADMIN_KEY"
+    if answer.status_code == 404 and _message(answer) == answer.reason_phrase:
+        return "; is a warmroute proxy there? --url names it"
     return ""

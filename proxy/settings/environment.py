@@ -26,15 +26,15 @@ def checked_secret(secret: SecretStr, key: str) -> SecretStr:
     return secret
 
 
-def secret_from(variable: str, key: str) -> SecretStr:
-    """The secret in the environment variable that the setting ``key`` names.
+def secret_from(variable: str, key: str, what: str = "the engine's key") -> SecretStr:
+    """The secret in the environment variable that the setting ``key`` names; ``what`` it is, for errors.
 
     Raises:
         ValueError: the variable is not set, or its value is not a valid key.
     """
     value = os.environ.get(variable)
     if not value:
-        raise ValueError(f"{key}: the environment variable {variable} is not set; set it to the engine's key")
+        raise ValueError(f"{key}: the environment variable {variable} is not set; set it to {what}")
     return checked_secret(SecretStr(value), f"{key} ({variable})")
 
 

@@ -86,4 +86,4 @@ class SharingSettings(Section):
         """The store's password; None: it has none. Raises ValueError if the environment variable is not set."""
         if self.password is not None or self.password_env is None:
             return self.password
-        return secret_from(self.password_env, "sharing.password_env")
+        return secret_from(self.password_env, "password_env", "the store's password")

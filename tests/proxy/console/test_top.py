@@ -337,6 +337,14 @@ def test_a_connection_that_fails_has_its_own_remedy(
     assert (result.exit_code, remedy in result.output) == (2, True), result.output
 
 
+async def test_an_engine_in_place_of_a_proxy_has_a_remedy() -> None:
+    engine = await StubEngine().start()
+    result = await asyncio.to_thread(CliRunner().invoke, build(), ["top", "--once", "--url", engine.url])
+    await engine.stop()
+    assert result.exit_code == 2
+    assert "404 Not Found; is a warmroute proxy there? --url names it" in result.output
+
+
 class Terminal:
     """A terminal with the command in it."""
 

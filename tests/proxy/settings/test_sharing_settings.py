@@ -25,7 +25,7 @@ def test_urls_of_stores_are_accepted(url: str) -> None:
         ({"replica": "a b"}, "letters, digits"),
         ({"ttl_s": 1.0, "publish_interval_s": 0.5}, "a quarter of ttl_s"),
         ({"password": "one", "password_env": "HOME"}, "give one of them"),
-        ({"password_env": "NO_SUCH_VARIABLE"}, "is not set"),
+        ({"password_env": "NO_SUCH_VARIABLE"}, "is not set; set it to the store's password"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(sharing: dict[str, Any], problem: str) -> None:
