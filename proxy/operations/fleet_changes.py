@@ -98,11 +98,14 @@ class FleetChanges:
             force: replace even if the new engine does not answer.
 
         Raises:
-            FleetChangeError: no such instance, it is leaving, the URL is in use, or the new engine does not answer.
+            FleetChangeError: no such instance, it is leaving, it is a rank and the settings are not, the URL is in use,
+                or the new engine does not answer.
         """
         old = self._staying(name)
         if len(settings.ranks()) > 1:
             raise _has_ranks(name)
+        if old.rank not in {None, settings.data_parallel_rank}:
+            raise FleetChangeError("instance_has_ranks", f"{name} is a data-parallel rank: give data_parallel_rank too")
         self.check_free(settings, but=name)
         another = settings.url != old.url
         answers = another and await self._core.handoff.alive(Instance(settings))

@@ -305,6 +305,18 @@ async def test_an_instance_that_is_drained_stays_so_with_another_engine(start: S
     await more.stop()
 
 
+async def test_a_rank_is_not_replaced_by_what_is_no_rank(start: Start) -> None:
+    running = await start(1)
+    more = await engine()
+    rank = {"url": more.url, "data_parallel_size": 2, "data_parallel_rank": 0}
+    assert (await running.client.post("/instances", json={**rank, "name": "g"})).status_code == 201
+    refused = await running.client.put("/instances/g/0", json={"url": more.url})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "instance_has_ranks")
+    changed = await running.client.put("/instances/g/0", json={**rank, "host": "elsewhere"})
+    assert (changed.status_code, changed.json()["host"]) == (200, "elsewhere")
+    await more.stop()
+
+
 async def test_failures_of_the_engine_that_was_replaced_are_not_held_against_the_new_one(start: Start) -> None:
     running = await start(1, health={"interval_s": 60, "timeout_s": 2.0})
     old, new = running.engines[0], await engine()
