@@ -109,26 +109,32 @@ PROBES: dict[str, Callable[[Talk], Awaitable[None]]] = {
 }
 
 
-@pytest.mark.parametrize("path", ["/health", "/metrics", "/v1/models", "/query"])
+PROBED = ("/health", "/metrics", "/v1/models", "/query")
+
+
 @pytest.mark.parametrize("name", PROBES)
-async def test_a_bad_answer_to_a_probe_affects_no_other_instance(start_chaos: StartChaos, name: str, path: str) -> None:
-    """The other instance is probed and serves; so does this one as soon as it answers properly again."""
-    odd, sound = ChaosEngine(), ChaosEngine()
-    proxy = await start_chaos(odd, sound, health={"interval_s": 0.1, "timeout_s": 0.5, "unhealthy_after": 2})
-    odd.probe_fault = only(path, PROBES[name])
+async def test_a_bad_answer_to_a_probe_affects_no_other_instance(start_chaos: StartChaos, name: str) -> None:
+    """Of five instances four answer badly, each another probe. The fifth is probed and serves; so do the others as soon
+    as they answer properly again."""
+    odd, sound = {path: ChaosEngine() for path in PROBED}, ChaosEngine()
+    health = {"interval_s": 0.1, "timeout_s": 0.5, "unhealthy_after": 2}
+    proxy = await start_chaos(*odd.values(), sound, health=health)
+    for path, engine in odd.items():
+        engine.probe_fault = only(path, PROBES[name])
     before = sound.probes
     await proxy.until(lambda: sound.probes >= before + 4)
-    assert proxy.instance(1).healthy
-    for _ in range(4):
+    assert proxy.instance(len(odd)).healthy
+    for _ in range(2 * len(proxy.engines)):
         assert (await proxy.client.post("/v1/completions", json=BODY)).status_code == 200
     assert (await proxy.client.get("/metrics")).status_code == 200
     assert (await proxy.client.get("/instances")).status_code == 200
-    odd.probe_fault = None
-    await proxy.until(lambda: proxy.instance(0).healthy and proxy.instance(1).healthy)
+    for engine in odd.values():
+        engine.probe_fault = None
+    await proxy.until(lambda: all(proxy.instance(number).healthy for number in range(len(proxy.engines))))
     await proxy.nothing_left()
 
 
-@pytest.mark.parametrize("path", ["/health", "/metrics", "/v1/models", "/query"])
+@pytest.mark.parametrize("path", PROBED)
 async def test_a_probe_without_end_is_cut_off(start_chaos: StartChaos, path: str) -> None:
     sent_bytes = 0
 
