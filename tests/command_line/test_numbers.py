@@ -8,6 +8,8 @@ from typer.testing import CliRunner
 from tests.command_line.commands import commands, page
 from warmroute import build
 
+COMMANDS = build()
+
 CHECKED = ("replay", "simulate", "sim engine", "trace synth", "trace sample", "trace repeat", "compare")
 NUMBERS = [
     (one.path, row.names[0])
@@ -22,7 +24,7 @@ NUMBERS = [
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
 def test_a_number_that_is_not_finite_is_refused(path: str, option: str, value: str) -> None:
     runner = CliRunner(env={"COLUMNS": "200", "TERMINAL_WIDTH": "200", "NO_COLOR": "1"})
-    done = runner.invoke(build(), [*path.split(), option, value])
+    done = runner.invoke(COMMANDS, [*path.split(), option, value])
     assert done.exit_code == 2
     assert f"Invalid value for '{option}'" in done.output
 
