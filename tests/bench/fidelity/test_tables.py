@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from bench import simulator
+from bench.fidelity import __main__ as fidelity
 from bench.fidelity import real_time
 from bench.fidelity.__main__ import PAGE, PAGES, SECTIONS, TRACES_OF, app, put, section
 from replayer.replay.plan import PlanOptions
@@ -36,7 +39,16 @@ def test_the_page_holds_what_the_command_prints(name: str) -> None:
     assert published(name) == section(name).strip()
 
 
+@pytest.fixture(scope="module")
+def _recordings_read_once() -> Iterator[None]:
+    """Three sections compare the same recordings, and to read them takes longer than to simulate them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fidelity, "recorded", functools.cache(fidelity.recorded))
+        yield
+
+
 @pytest.mark.traces
+@pytest.mark.usefixtures("_recordings_read_once")
 @pytest.mark.parametrize("name", TRACES_OF)
 def test_the_page_holds_what_the_command_computes_from_traces(name: str) -> None:
     folder = Path(os.environ.get("WARMROUTE_TRACES") or REPOSITORY.parent / "shared" / "traces") / "agentic"
