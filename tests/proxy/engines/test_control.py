@@ -44,20 +44,25 @@ async def control() -> AsyncIterator[Control]:
     await control.aclose()
 
 
-@pytest.mark.parametrize("path", ["/hang", "/half", "/ok"])
-async def test_questions_that_were_given_up_do_not_use_the_connections_up(control: Control, path: str) -> None:
-    draw = random.Random(1)
-    async with engine() as url:
-        for number in range(120):
-            asking = [asyncio.create_task(control.get(url + path)) for _ in range(4)]
-            await asyncio.sleep(0.01 * draw.random())  # while it connects, while it waits
-            for task in asking:
-                task.cancel()
-            await asyncio.gather(*asking, return_exceptions=True)
-            if number % 20 == 0:
-                await asyncio.sleep(0.6)
-        await asyncio.sleep(0.6)
-        assert (await control.get(f"{url}/ok")).content == b"hi"
+async def test_questions_that_were_given_up_do_not_use_the_connections_up() -> None:
+    async def given_up(path: str) -> None:
+        """Ask an engine of its own by connections of its own."""
+        draw = random.Random(1)
+        async with engine() as url, contextlib.aclosing(Control(0.5)) as control:
+            for number in range(120):
+                asking = [asyncio.create_task(control.get(url + path)) for _ in range(4)]
+                await asyncio.sleep(0.01 * draw.random())  # while it connects, while it waits
+                for task in asking:
+                    task.cancel()
+                await asyncio.gather(*asking, return_exceptions=True)
+                if number % 20 == 0:
+                    await asyncio.sleep(0.6)
+            await asyncio.sleep(0.6)
+            assert (await control.get(f"{url}/ok")).content == b"hi", path
+
+    async with asyncio.TaskGroup() as group:
+        for path in ("/hang", "/half", "/ok"):
+            group.create_task(given_up(path))
 
 
 @pytest.mark.parametrize("path", ["/hang", "/half"])
