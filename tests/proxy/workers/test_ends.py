@@ -7,11 +7,13 @@ import contextlib
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
+import pytest
 import yaml
 
 from proxy.gather.peers import PROBE_S
@@ -24,52 +26,69 @@ async def whose(workers: Workers) -> dict[int, int]:
     return {row["worker"]: row["pid"] for row in await workers.stats()}
 
 
-async def until_they_shut_down(workers: Workers, count: int) -> None:
-    """Wait until so many workers have begun their shutdown, then let the engines end their answers at once."""
+async def until_they_shut_down(workers: Workers, count: int, since: int = 0) -> None:
+    """Wait until so many workers have begun their shutdown, then let the engines end their answers at once.
+
+    Lines of the log before ``since`` do not count.
+    """
 
     async def begun() -> bool:
-        return sum("shutting down: " in line for line in workers.served.lines) == count
+        return sum("shutting down: " in line for line in workers.served.lines[since:]) == count
 
     await until(begun)
     for engine in workers.engines:
         engine.token_delay_s = 0.0
 
 
-async def test_a_killed_worker_breaks_its_streams_only_and_is_started_again(start_workers: StartWorkers) -> None:
-    workers = await start_workers(2)
+@contextlib.contextmanager
+def slow_streams(workers: Workers) -> Iterator[None]:
+    """Streams of 400 tokens, which end when a test sets the delay of tokens to zero; then the engines' usual ones."""
+    usual = [(engine.tokens, engine.token_delay_s) for engine in workers.engines]
+    for engine in workers.engines:
+        engine.tokens, engine.token_delay_s = 400, 0.1
+    try:
+        yield
+    finally:
+        for engine, (tokens, delay_s) in zip(workers.engines, usual, strict=True):
+            engine.tokens, engine.token_delay_s = tokens, delay_s
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_killed_worker_breaks_its_streams_only_and_is_started_again(two_workers: Workers) -> None:
+    workers = two_workers
     await workers.completed(20)
+    policy, restarts = (await workers.get("/policy"))["name"], (await workers.stats())[0]["restarts"]
     before = await workers.metric("warmroute_requests_total")
     await workers.served.client.put("/policy", headers=AUTHORIZED, json={"name": "round_robin"})
-    for engine in workers.engines:
-        engine.tokens, engine.token_delay_s = 400, 0.1  # until the worker is gone
+    with slow_streams(workers):
 
-    async def streamed() -> bool:
-        """True if the stream was complete."""
-        async with workers.new_client() as client:
-            body = {"model": "stub", "prompt": [1, 2, 3], "max_tokens": 60, "stream": True}
-            lines = []
-            with contextlib.suppress(httpx.HTTPError):
-                async with client.stream("POST", "/v1/completions", json=body) as answer:
-                    async for line in answer.aiter_lines():
-                        lines.append(line)
-            return "data: [DONE]" in lines
+        async def streamed() -> bool:
+            """True if the stream was complete."""
+            async with workers.new_client() as client:
+                body = {"model": "stub", "prompt": [1, 2, 3], "max_tokens": 60, "stream": True}
+                lines = []
+                with contextlib.suppress(httpx.HTTPError):
+                    async with client.stream("POST", "/v1/completions", json=body) as answer:
+                        async for line in answer.aiter_lines():
+                            lines.append(line)
+                return "data: [DONE]" in lines
 
-    streams = [asyncio.create_task(streamed()) for _ in range(16)]
+        streams = [asyncio.create_task(streamed()) for _ in range(16)]
 
-    async def all_run() -> bool:
-        return sum(row["in_flight"] for row in await workers.stats()) == 16
+        async def all_run() -> bool:
+            return sum(row["in_flight"] for row in await workers.stats()) == 16
 
-    await until(all_run)
-    spread = {row["worker"]: row["in_flight"] for row in await workers.stats()}
-    victim = (await whose(workers))[0]
-    await workers.kill(victim)
-    for engine in workers.engines:
-        engine.token_delay_s = 0.0
-    complete = sum(await asyncio.gather(*streams))
+        await until(all_run)
+        spread = {row["worker"]: row["in_flight"] for row in await workers.stats()}
+        victim = (await whose(workers))[0]
+        await workers.kill(victim)
+        for engine in workers.engines:
+            engine.token_delay_s = 0.0
+        complete = sum(await asyncio.gather(*streams))
     assert complete == spread[1]
 
     async def again() -> bool:
-        return await workers.ready() and (await workers.stats())[0]["restarts"] == 1
+        return await workers.ready() and (await workers.stats())[0]["restarts"] == restarts + 1
 
     await until(again)
     assert (await whose(workers))[0] != victim
@@ -86,30 +105,34 @@ async def test_a_killed_worker_breaks_its_streams_only_and_is_started_again(star
     for _ in range(8):
         async with workers.new_client() as client:
             assert (await client.get("/policy")).json()["name"] == "round_robin"
+    restored = await workers.served.client.put("/policy", headers=AUTHORIZED, json={"name": policy})
+    assert restored.json()["name"] == policy
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_a_worker_that_is_ended_finishes_its_requests_and_is_replaced_while_the_proxy_stays_ready(
-    start_workers: StartWorkers,
+    two_workers: Workers,
 ) -> None:
-    workers = await start_workers(2)
-    for engine in workers.engines:
-        engine.tokens, engine.token_delay_s = 400, 0.1  # until the workers shut down
-    requests = [asyncio.create_task(workers.completed(1, stream=True)) for _ in range(8)]
+    workers = two_workers
+    restarts = sum(row["restarts"] for row in await workers.stats())
+    with slow_streams(workers):
+        requests = [asyncio.create_task(workers.completed(1, stream=True)) for _ in range(8)]
 
-    async def all_run() -> bool:
-        return sum(row["in_flight"] for row in await workers.stats()) == 8
+        async def all_run() -> bool:
+            return sum(row["in_flight"] for row in await workers.stats()) == 8
 
-    await until(all_run)
-    before = (await whose(workers))[1]
-    os.kill(before, signal.SIGTERM)
-    await until_they_shut_down(workers, 1)
-    await asyncio.gather(*requests)
+        await until(all_run)
+        before = (await whose(workers))[1]
+        mark = len(workers.served.lines)
+        os.kill(before, signal.SIGTERM)
+        await until_they_shut_down(workers, 1, since=mark)
+        await asyncio.gather(*requests)
 
     async def replaced() -> bool:
         async with workers.new_client() as client:
             answer = await client.get("/ready?verbose")
         [condition] = [each for each in answer.json()["conditions"] if each["name"] == "workers"]
-        return condition["ok"] and "1 restart" in condition["detail"] and answer.status_code == 200
+        return condition["ok"] and f"{restarts + 1} restart" in condition["detail"] and answer.status_code == 200
 
     await until(replaced)
     assert (await whose(workers))[1] != before
@@ -186,22 +209,26 @@ async def test_no_worker_outlives_a_killed_parent(start_workers: StartWorkers) -
     await until(gone)
 
 
-async def test_a_hangup_makes_all_workers_read_their_settings(start_workers: StartWorkers, tmp_path: Path) -> None:
-    workers = await start_workers(2)
-    known = [{"name": "inst-0", "url": workers.engines[0].url}]
-    settings = tmp_path / "proxy.yaml"
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_hangup_makes_all_workers_read_their_settings(two_workers: Workers) -> None:
+    workers, other = two_workers, "http://127.0.0.1:9"
+    first, second = (engine.url for engine in workers.engines)
+    settings = workers.folder / "proxy.yaml"
     text = settings.read_text(encoding="utf-8")
-    settings.write_text(text.replace(workers.engines[1].url, "http://127.0.0.1:9"), encoding="utf-8")
-    workers.served.send(signal.SIGHUP)
+    # Once there, once back.
+    for written, expected in ((text.replace(second, other), {first, other}), (text, {first, second})):
+        settings.write_text(written, encoding="utf-8")
+        workers.served.send(signal.SIGHUP)
 
-    async def changed() -> bool:
-        urls = set()
-        for _ in range(6):
-            async with workers.new_client() as client:
-                urls |= {row["url"] for row in (await client.get("/instances")).json()["instances"]}
-        return urls == {known[0]["url"], "http://127.0.0.1:9"}
+        async def changed(expected: set[str] = expected) -> bool:
+            urls = set()
+            for _ in range(6):
+                async with workers.new_client() as client:
+                    urls |= {row["url"] for row in (await client.get("/instances")).json()["instances"]}
+            return urls == expected
 
-    await until(changed)
+        await until(changed)
+    await until(workers.ready)
 
 
 async def test_workers_that_start_after_a_reload_have_what_the_others_have(
