@@ -140,6 +140,12 @@ async def stub() -> AsyncIterator[Stub]:
         await runner.cleanup()
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the figures of reports empty: they are made, and to draw them is most of the time of a report."""
+    monkeypatch.setattr("replayer.report.figures.style.Drawing.inline", lambda drawing: "<svg></svg>")
+
+
 def make_trace(sessions: int = 3, turns: int = 3, *, gap_s: float = 0.0, think_s: float | None = 0.0) -> Trace:
     """Growing conversations of blocks of 16 tokens, sessions ``gap_s`` apart, turns interleaved in time."""
     requests = []

@@ -138,6 +138,7 @@ def test_a_run_file_that_lost_a_record_is_refused_with_both_numbers(invoke: Invo
     assert reason in " ".join(invoke(whole, lost, "--force").output.split())
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_run_file_that_has_changed_since_the_experiment_is_named(invoke: Invoke, experiment: MakeExperiment) -> None:
     root = experiment()
     plan = json.loads((root / "experiment.json").read_text())

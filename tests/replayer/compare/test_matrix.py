@@ -142,6 +142,7 @@ def test_words_without_colour(comparisons: list[Comparison]) -> None:
     assert "≈ " in text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_terminal_page_and_json_print_the_same_cells(five: list[Arm], comparisons: list[Comparison]) -> None:
     matrix = matrix_of(comparisons)
     html = make_page(five, comparisons).html

@@ -212,6 +212,7 @@ def test_every_figure_is_written_as_png_and_svg(reported: tuple[str, str, Path])
         assert ET.parse(folder / f"{stem}.svg").getroot().tag.endswith("svg")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_run_files_with_a_breakdown_each(app: typer.Typer, stored: Store, tmp_path: Path) -> None:
     slow = make_run("slow", slower=1.3, noise_seed=2)
     paths = [str(stored(make_run())), str(stored(slow))]
@@ -228,6 +229,7 @@ def test_run_files_with_a_breakdown_each(app: typer.Typer, stored: Store, tmp_pa
     assert "Proxy breakdown: slow, 1 rows" in output.read_text()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_breakdown_rows_of_another_run_are_counted_and_refused_if_none_fits(
     app: typer.Typer, stored: Store, tmp_path: Path
 ) -> None:
