@@ -131,6 +131,7 @@ def test_sessions_are_counted_and_timed_by_arm(three_arms: Page) -> None:
     assert re.search(r"session slowdown mean [\d.]+× [\d.]+× -\d", text), "among the paired changes"
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_repeats_of_a_session_count_as_sessions_of_their_own() -> None:
     runs = [make_run("a", noise_seed=seed) for seed in (1, 2)]
     page = make_page([Arm("a", runs[0], repeats=(Arm("a", runs[1]),))], [])
@@ -210,6 +211,7 @@ def test_folded_parts_are_printed_and_paper_is_white_in_either_scheme(three_arms
     assert "figure svg { background: #fff;" in screen
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_several_warnings_are_folded_into_one(three_arms: Page) -> None:
     arms = [Arm("a", make_run("a"), warnings=["one", "two"]), Arm("b", make_run("b"), warnings=["three"])]
     html = make_page(arms, []).html
