@@ -67,8 +67,8 @@ def doctor_command(hand_offs: HandOffs | None = None) -> Callable[..., None]:
         from launch.doctor.checks import all_checks
         from launch.doctor.findings import examine
         from launch.doctor.probe import gather
-        from launch.doctor.probes.conditions import checked_url, trusting
         from launch.fleet.file import FleetError, find_fleet, load_fleet
+        from proxy.connecting import checked_url, trusting
 
         checks = all_checks()
         if list_checks:
@@ -79,7 +79,7 @@ def doctor_command(hand_offs: HandOffs | None = None) -> Callable[..., None]:
             fleet = load_fleet(source) if source is not None else None
             if ca_file is not None and proxy is None:
                 raise ValueError("--ca-file is for --proxy: give its URL too")
-            given_proxy, trust = None if proxy is None else checked_url(proxy), trusting(ca_file)
+            given_proxy, trust = None if proxy is None else checked_url(proxy, "--proxy"), trusting(ca_file)
         except (FleetError, ValueError) as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(2) from error

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import ssl
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 import httpx
 import msgspec
+
+from proxy.connecting import checked_url, trusting, unreached_remedy
 
 _Kind = TypeVar("_Kind")
 
@@ -31,7 +32,6 @@ class AdminApi:
     """
 
     def __init__(self, url: str, key: str | None, ca_file: Path | None = None, timeout_s: float = 10.0) -> None:
-        self.url = url.rstrip("/")
         if key and not (key.isascii() and key.isprintable()):  # the HTTP library's error would show it
             raise NoAnswerError(
                 "the admin key has a line break or another character that no header can carry: "
@@ -39,15 +39,13 @@ class AdminApi:
             )
         headers = {"authorization": f"Bearer {key}"} if key else {}
         try:
-            context = ssl.create_default_context(cafile=str(ca_file) if ca_file is not None else None)
-        except OSError as error:
-            raise NoAnswerError(f"--ca-file {ca_file}: {error.strerror or error}") from error
-        try:
-            self._client = httpx.Client(
-                base_url=self.url, headers=headers, timeout=timeout_s, trust_env=False, verify=context
-            )
-        except (OSError, httpx.InvalidURL, UnicodeError) as error:
-            raise NoAnswerError(f"{self.url}: {error}") from error
+            self.url = checked_url(url, "--url").rstrip("/")
+            context = trusting(ca_file)
+        except ValueError as error:
+            raise NoAnswerError(str(error)) from error
+        self._client = httpx.Client(
+            base_url=self.url, headers=headers, timeout=timeout_s, trust_env=False, verify=context
+        )
 
     def __enter__(self) -> AdminApi:
         return self
@@ -69,8 +67,8 @@ class AdminApi:
         """The JSON of a path as a type that msgspec knows, like ``get``."""
         try:
             answer = self._client.get(path, params=query)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            remedy = self._unreached(error)
+        except httpx.HTTPError as error:
+            remedy = unreached_remedy(error, self.url, "--url") or "is the proxy running? --url names it"
             raise NoAnswerError(f"no answer from {self.url} ({error or type(error).__name__}): {remedy}") from error
         if answer.is_error and not (path == "/ready" and answer.status_code == 503):
             raise NoAnswerError(f"{self.url}{path}: {answer.status_code} {_message(answer)}{_remedy(answer)}")
@@ -78,18 +76,6 @@ class AdminApi:
             return msgspec.json.decode(answer.content, type=kind)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise NoAnswerError(f"{self.url}{path} is not a proxy's: {error}") from error
-
-    def _unreached(self, error: Exception) -> str:
-        """Remedy for a proxy that cannot be reached."""
-        if "CERTIFICATE_VERIFY_FAILED" in str(error):
-            return "give the authority of its certificate with --ca-file, and in --url a name that the certificate has"
-        if "WRONG_VERSION_NUMBER" in str(error):
-            return "does it serve plain HTTP? then begin --url with http://"
-        if isinstance(error, httpx.RemoteProtocolError):
-            if self.url.startswith("http://"):
-                return "does it serve HTTPS? then begin --url with https://"
-            return "does it require client certificates (tls.client_ca)? This command has none"
-        return "is the proxy running? --url names it"
 
 
 def _message(answer: httpx.Response) -> str:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import ssl
 import sys
 import time
+from collections.abc import Callable, Iterator, Mapping
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from types import MappingProxyType
 
 import psutil
 import pytest
@@ -26,6 +29,49 @@ from launch.doctor.probes.python import ask_python
 from launch.fleet.file import parse_fleet
 from tests.launch.conftest import fleet_values
 from tests.launch.fake_nvml import FakeGpu, FakeNvml
+
+CONDITIONS = b'{"ready": true, "conditions": [{"name": "accepting", "ok": true, "detail": "yes"}]}'
+SCHEMES = "give a URL that begins with http:// or https://, as http://127.0.0.1:9090"
+Serve = Callable[..., ThreadingHTTPServer]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """Starts servers of one answer each, for HTTP or with a context HTTPS; their paths asked are in ``asked``."""
+    with contextlib.ExitStack() as running:
+
+        def start(
+            status: int,
+            body: bytes = b"",
+            headers: Mapping[str, str] = MappingProxyType({}),
+            port: int = 0,
+            context: ssl.SSLContext | None = None,
+            asked: list[str] | None = None,
+        ) -> ThreadingHTTPServer:
+            class Handler(BaseHTTPRequestHandler):
+                def do_GET(self) -> None:
+                    if asked is not None:
+                        asked.append(self.path)
+                    self.send_response_only(status)
+                    for name, value in {**headers, "Content-Length": str(len(body))}.items():
+                        self.send_header(name, value)
+                    self.end_headers()
+                    self.wfile.write(body)
+
+                def log_message(self, *arguments: object) -> None:
+                    """No log."""
+
+            server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+            running.callback(server.server_close)
+            if context is not None:
+                server.socket = context.wrap_socket(server.socket, server_side=True)
+            thread = Thread(target=server.serve_forever)
+            thread.start()
+            running.callback(thread.join)
+            running.callback(server.shutdown)
+            return server
+
+        yield start
 
 
 def test_this_machine() -> None:
@@ -104,27 +150,10 @@ def test_the_offset_is_what_is_certain(date: float, sent: float, received: float
     assert certain_offset(date, sent, received) == pytest.approx(offset)
 
 
-def test_clocks_are_read_from_real_answers() -> None:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response_only(404)
-            self.send_header("Date", formatdate(time.time() + 3600, usegmt=True))
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        def log_message(self, *arguments: object) -> None:
-            """No log."""
-
+def test_clocks_are_read_from_real_answers(serve: Serve) -> None:
     fleet = parse_fleet(fleet_values(count=1))
-    server = ThreadingHTTPServer(("127.0.0.1", fleet.members[0].port), Handler)
-    thread = Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        engine, proxy = ask_clocks(fleet)
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    serve(404, headers={"Date": formatdate(time.time() + 3600, usegmt=True)}, port=fleet.members[0].port)
+    engine, proxy = ask_clocks(fleet)
     assert engine.error is None
     assert 3590 < engine.offset_s <= 3601
     assert "does not answer" in (proxy.error or "")
@@ -138,29 +167,12 @@ def test_clocks_are_read_from_real_answers() -> None:
         (b"hello", 0, "answered 503 without conditions"),
     ],
 )
-def test_conditions_are_read_from_a_running_proxy(body: bytes, conditions: int, error: str | None) -> None:
+def test_conditions_are_read_from_a_running_proxy(
+    serve: Serve, body: bytes, conditions: int, error: str | None
+) -> None:
     asked: list[str] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked.append(self.path)
-            self.send_response_only(503)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *arguments: object) -> None:
-            """No log."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        found = ask_proxy(None, f"http://127.0.0.1:{server.server_port}/")
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    server = serve(503, body, asked=asked)
+    found = ask_proxy(None, f"http://127.0.0.1:{server.server_port}/")
     assert found is not None
     assert (len(found.conditions), found.error, asked) == (conditions, error, ["/ready?verbose"])
 
@@ -173,55 +185,32 @@ def test_a_proxy_that_does_not_answer_is_no_error_of_the_doctor() -> None:
     assert (found.url, found.error) == (fleet.proxy_url(), "does not answer (ConnectError)")
 
 
-def test_a_proxy_s_certificate_is_trusted_by_ca_file_and_named_as_the_problem_without(tmp_path: Path) -> None:
+def test_a_proxy_s_certificate_is_trusted_by_ca_file_and_named_as_the_problem_without(
+    serve: Serve, tmp_path: Path
+) -> None:
     authority = trustme.CA()
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("localhost").configure_cert(context)
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response_only(200)
-            self.end_headers()
-            self.wfile.write(b'{"ready": true, "conditions": [{"name": "accepting", "ok": true, "detail": "yes"}]}')
-
-        def log_message(self, *arguments: object) -> None:
-            """No log."""
+    server = serve(200, CONDITIONS, context=context)
 
     def conditions(scheme: str, host: str, *flags: str) -> tuple[str, str]:
         _, output = doctor("--json", "--proxy", f"{scheme}://{host}:{server.server_port}", *flags)
         (asked,) = [one for one in json.loads(output)["findings"] if one["check"] == "conditions"]
         return asked["status"], f"{asked['found']}; {asked['fix']}"
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.socket = context.wrap_socket(server.socket, server_side=True)
-    thread = Thread(target=server.serve_forever)
-    thread.start()
     trusted = ("--ca-file", str(tmp_path / "ca.pem"))
-    try:
-        assert conditions("https", "localhost", *trusted)[0] == "ok"
-        for host, flags, why in (("localhost", (), "unable to get"), ("127.0.0.1", trusted, "IP address mismatch")):
-            status, text = conditions("https", host, *flags)
-            assert (status, why in text, "--ca-file" in text) == ("warning", True, True), text
-        assert "begin its URL with https://" in conditions("http", "localhost")[1]
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    assert conditions("https", "localhost", *trusted)[0] == "ok"
+    for host, flags, why in (("localhost", (), "unable to get"), ("127.0.0.1", trusted, "IP address mismatch")):
+        status, text = conditions("https", host, *flags)
+        assert (status, why in text, "--ca-file" in text) == ("warning", True, True), text
+    assert "begin --proxy with https://" in conditions("http", "localhost")[1]
 
 
-def test_a_proxy_without_tls_is_to_be_asked_over_http() -> None:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
-    thread = Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        found = ask_proxy(None, f"https://127.0.0.1:{server.server_port}")
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+def test_a_proxy_without_tls_is_to_be_asked_over_http(serve: Serve) -> None:
+    found = ask_proxy(None, f"https://127.0.0.1:{serve(200).server_port}")
     assert found is not None
-    assert found.remedy == "if it serves plain HTTP, begin its URL with http://"
+    assert found.remedy == "if it serves plain HTTP, begin --proxy with http://"
 
 
 @pytest.mark.parametrize(
@@ -229,7 +218,8 @@ def test_a_proxy_without_tls_is_to_be_asked_over_http() -> None:
     [
         (("--ca-file", "ca.pem"), "--ca-file is for --proxy: give its URL too"),
         (("--proxy", "https://h:1", "--ca-file", "none.pem"), "--ca-file none.pem: No such file or directory"),
-        (("--proxy", "localhost:9090"), "--proxy localhost:9090: give its URL, such as http://127.0.0.1:9090"),
+        (("--proxy", "localhost:9090"), f"--proxy localhost:9090: {SCHEMES}"),
+        (("--proxy", "ftp://h"), f"--proxy ftp://h: {SCHEMES}"),
         (("--proxy", "http://h:x"), "--proxy http://h:x: Invalid port: 'x'"),
     ],
 )

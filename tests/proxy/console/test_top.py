@@ -337,6 +337,23 @@ def test_a_connection_that_fails_has_its_own_remedy(
     assert (result.exit_code, remedy in result.output) == (2, True), result.output
 
 
+@pytest.mark.parametrize(
+    ("url", "problem"),
+    [
+        ("ftp://h", "give a URL that begins with http:// or https://, as http://127.0.0.1:9090"),
+        ("localhost:9090", "give a URL that begins with http:// or https://, as http://127.0.0.1:9090"),
+        ("http://a..b", "label empty or too long"),
+        (f"http://{'a' * 64}:9090", "label"),
+    ],
+    ids=["another scheme", "no scheme", "an empty label", "a long label"],
+)
+@pytest.mark.parametrize("command", [("top", "--once"), ("explain", "some-request")])
+def test_a_url_that_is_no_proxy_s_is_refused(command: tuple[str, ...], url: str, problem: str) -> None:
+    result = CliRunner(env={"COLUMNS": "400"}).invoke(build(), [*command, "--url", url])
+    assert (result.exit_code, f"error: --url {url}: " in result.output, problem in result.output) == (2, True, True)
+    assert "is the proxy running?" not in result.output
+
+
 async def test_an_engine_in_place_of_a_proxy_has_a_remedy() -> None:
     engine = await StubEngine().start()
     result = await asyncio.to_thread(CliRunner().invoke, build(), ["top", "--once", "--url", engine.url])
