@@ -43,6 +43,20 @@ def doctor_command(hand_offs: HandOffs | None = None) -> Callable[..., None]:
                 "--ca-file", help="PEM file with the authority of the certificate of --proxy.", show_default=False
             ),
         ] = None,
+        cert_file: Annotated[
+            Path | None,
+            typer.Option(
+                "--cert-file",
+                help="PEM file with a client certificate, if the proxy of --proxy has tls.client_ca.",
+                show_default=False,
+            ),
+        ] = None,
+        cert_key_file: Annotated[
+            Path | None,
+            typer.Option(
+                "--cert-key-file", help="PEM file with the key of --cert-file, if it is not there.", show_default=False
+            ),
+        ] = None,
         deep: Annotated[
             bool,
             typer.Option(
@@ -68,7 +82,7 @@ def doctor_command(hand_offs: HandOffs | None = None) -> Callable[..., None]:
         from launch.doctor.findings import examine
         from launch.doctor.probe import gather
         from launch.fleet.file import FleetError, find_fleet, load_fleet
-        from proxy.connecting import checked_url, trusting
+        from proxy.connecting import TlsFiles, checked_url, tls_context
 
         checks = all_checks()
         if list_checks:
@@ -77,9 +91,12 @@ def doctor_command(hand_offs: HandOffs | None = None) -> Callable[..., None]:
         try:
             source = find_fleet(fleet_file) if fleet_file is not None else None
             fleet = load_fleet(source) if source is not None else None
-            if ca_file is not None and proxy is None:
-                raise ValueError("--ca-file is for --proxy: give its URL too")
-            given_proxy, trust = None if proxy is None else checked_url(proxy, "--proxy"), trusting(ca_file)
+            files = TlsFiles(ca_file, cert_file, cert_key_file)
+            options = {"--ca-file": ca_file, "--cert-file": cert_file, "--cert-key-file": cert_key_file}
+            if proxy is None and (given := [option for option, path in options.items() if path is not None]):
+                raise ValueError(f"{given[0]} is for --proxy: give its URL too")
+            given_proxy = None if proxy is None else checked_url(proxy, "--proxy")
+            tls_context(files)
         except (FleetError, ValueError) as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(2) from error
@@ -88,7 +105,7 @@ def doctor_command(hand_offs: HandOffs | None = None) -> Callable[..., None]:
             source=str(source or ""),
             engine_python=engine_python,
             proxy=given_proxy,
-            proxy_trust=trust,
+            proxy_files=files,
             deep=deep,
             hand_offs=hand_offs,
         )

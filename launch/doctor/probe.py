@@ -9,7 +9,6 @@ import ctypes
 import os
 import resource
 import shutil
-import ssl
 import struct
 import sys
 from collections.abc import Mapping
@@ -31,6 +30,7 @@ from launch.engines.vllm import resolve_python
 from launch.fleet.file import FleetFile, ports_in_use
 from launch.hardware.gpus import NvmlLibrary, read_inventory
 from policies.types import Role
+from proxy.connecting import NO_FILES, TlsFiles
 
 _LIBRARIES = ("libibverbs.so.1", "libnuma.so.1", "libtcmalloc_minimal.so.4")
 _STA_UNSYNC = 0x40
@@ -47,7 +47,7 @@ def gather(
     library: NvmlLibrary | None = None,
     environment: Mapping[str, str] | None = None,
     proxy: str | None = None,
-    proxy_trust: ssl.SSLContext | None = None,
+    proxy_files: TlsFiles = NO_FILES,
     deep: bool = False,
     hand_offs: HandOffs | None = None,
 ) -> facts.Facts:
@@ -60,7 +60,7 @@ def gather(
         library: an object with NVML's functions; default: ``pynvml``.
         environment: the environment that engines would inherit; default: this process's.
         proxy: URL of a running proxy whose conditions are read; default: the fleet's.
-        proxy_trust: authorities that this proxy is trusted by; default: the system's.
+        proxy_files: certificates for TLS with this proxy.
         deep: also test the running fleet, and ask nvidia-smi and Mooncake for their topologies.
         hand_offs: makes the hand-offs of that.
     """
@@ -78,7 +78,7 @@ def gather(
         environment=inherited,
         fleet=wanted,
         clocks=ask_clocks(fleet) if fleet is not None else [],
-        proxy=ask_proxy(fleet, proxy, proxy_trust),
+        proxy=ask_proxy(fleet, proxy, proxy_files),
         deep=gather_deep(python, engine, fleet, wanted, hand_offs) if deep else None,
     )
 

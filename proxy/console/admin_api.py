@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 import httpx
 import msgspec
 
-from proxy.connecting import checked_url, trusting, unreached_remedy
+from proxy.connecting import NO_FILES, TlsFiles, checked_url, tls_context, unreached_remedy
 
 _Kind = TypeVar("_Kind")
 
@@ -24,14 +23,14 @@ class AdminApi:
     Args:
         url: of the proxy, or of its admin listener.
         key: admin key; None: none is sent.
-        ca_file: PEM file with the authority of its certificate; None: the system's.
+        files: certificates for TLS.
         timeout_s: bound on connecting, and on each wait for data.
 
     Raises:
-        NoAnswerError: the URL, the key or the file cannot be used.
+        NoAnswerError: the URL, the key or a file cannot be used.
     """
 
-    def __init__(self, url: str, key: str | None, ca_file: Path | None = None, timeout_s: float = 10.0) -> None:
+    def __init__(self, url: str, key: str | None, files: TlsFiles = NO_FILES, timeout_s: float = 10.0) -> None:
         if key and not (key.isascii() and key.isprintable()):  # the HTTP library's error would show it
             raise NoAnswerError(
                 "the admin key has a line break or another character that no header can carry: "
@@ -40,9 +39,10 @@ class AdminApi:
         headers = {"authorization": f"Bearer {key}"} if key else {}
         try:
             self.url = checked_url(url, "--url").rstrip("/")
-            context = trusting(ca_file)
+            context = tls_context(files)
         except ValueError as error:
             raise NoAnswerError(str(error)) from error
+        self._files = files
         self._client = httpx.Client(
             base_url=self.url, headers=headers, timeout=timeout_s, trust_env=False, verify=context
         )
@@ -68,7 +68,7 @@ class AdminApi:
         try:
             answer = self._client.get(path, params=query)
         except httpx.HTTPError as error:
-            remedy = unreached_remedy(error, self.url, "--url") or "is the proxy running? --url names it"
+            remedy = unreached_remedy(error, self.url, "--url", self._files) or "is the proxy running? --url names it"
             raise NoAnswerError(f"no answer from {self.url} ({error or type(error).__name__}): {remedy}") from error
         if answer.is_error and not (path == "/ready" and answer.status_code == 503):
             raise NoAnswerError(f"{self.url}{path}: {answer.status_code} {_message(answer)}{_remedy(answer)}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import msgspec
 import typer
 
-from proxy.console.options import DEFAULT_URL, CaOption, KeyOption, UrlOption
+from proxy.console.options import DEFAULT_URL, CaOption, CertKeyOption, CertOption, KeyOption, UrlOption
 from proxy.console.printable import printable
 from proxy.records.files import record_files
 
@@ -29,6 +29,8 @@ def explain(
     url: UrlOption = DEFAULT_URL,
     key: KeyOption = None,
     ca_file: CaOption = None,
+    cert_file: CertOption = None,
+    cert_key_file: CertKeyOption = None,
     file: Annotated[
         Path | None,
         typer.Option(help="Look in this file (breakdown.jsonl_path) and its older ones instead.", show_default=False),
@@ -42,6 +44,7 @@ def explain(
 
     Exit status 0: explained; 1: not found; 2: the proxy does not answer, or the file cannot be read.
     """
+    from proxy.connecting import TlsFiles
     from proxy.console.admin_api import AdminApi, NoAnswerError
 
     started_unix_s = None
@@ -50,7 +53,7 @@ def explain(
             rows = rows_in(file, request_id)
             remedy = f"not in {', '.join(map(str, record_files(file))) or file}"
         else:
-            with AdminApi(url, key, ca_file) as api:
+            with AdminApi(url, key, TlsFiles(ca_file, cert_file, cert_key_file)) as api:
                 found = api.get("/breakdown", request_id=request_id, limit=_MOST_ROWS)
                 rows, started_unix_s = found["rows"], found.get("proxy_started_unix_s")
                 remedy = "" if rows else _not_found(api, request_id)

@@ -18,3 +18,15 @@ CaOption = Annotated[
     Path | None,
     typer.Option("--ca-file", help="PEM file with the authority of the proxy's certificate.", show_default=False),
 ]
+CertOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--cert-file", help="PEM file with a client certificate, if the proxy has tls.client_ca.", show_default=False
+    ),
+]
+CertKeyOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--cert-key-file", help="PEM file with the key of --cert-file, if it is not there.", show_default=False
+    ),
+]

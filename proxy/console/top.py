@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from proxy.console.options import DEFAULT_URL, CaOption, KeyOption, UrlOption
+from proxy.console.options import DEFAULT_URL, CaOption, CertKeyOption, CertOption, KeyOption, UrlOption
 
 if TYPE_CHECKING:
     from proxy.console.admin_api import AdminApi
@@ -28,6 +28,8 @@ def top(
     url: UrlOption = DEFAULT_URL,
     key: KeyOption = None,
     ca_file: CaOption = None,
+    cert_file: CertOption = None,
+    cert_key_file: CertKeyOption = None,
     interval_s: Annotated[float, typer.Option(min=0.2, max=3600, help="Seconds between two frames.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one frame and exit; so it does without a terminal.")] = (
         False
@@ -43,13 +45,14 @@ def top(
     """
     from rich.console import Console
 
+    from proxy.connecting import TlsFiles
     from proxy.console.admin_api import AdminApi, NoAnswerError
     from proxy.console.figures import RecentRows
     from proxy.console.frames import frame
 
     console = Console()
     try:
-        with AdminApi(url, key, ca_file, _ANSWER_S) as api:
+        with AdminApi(url, key, TlsFiles(ca_file, cert_file, cert_key_file), _ANSWER_S) as api:
             if once or not console.is_terminal:
                 console.print(frame(poll(api, RecentRows()), url, None, None, console.width))
             else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
 
 import httpx
 import msgspec
@@ -11,7 +10,7 @@ import msgspec
 from launch.doctor.facts import ProxyCondition, ProxyConditions
 from launch.fleet.file import FleetFile
 from launch.run.proxy_access import ProxyAccess
-from proxy.connecting import unreached_remedy
+from proxy.connecting import NO_FILES, TlsFiles, tls_context, unreached_remedy
 
 _TIMEOUT_S = 2.0
 
@@ -20,24 +19,23 @@ class _Answer(msgspec.Struct):
     conditions: list[ProxyCondition]
 
 
-def ask_proxy(
-    fleet: FleetFile | None, url: str | None, context: ssl.SSLContext | None = None
-) -> ProxyConditions | None:
+def ask_proxy(fleet: FleetFile | None, url: str | None, files: TlsFiles = NO_FILES) -> ProxyConditions | None:
     """Conditions of the proxy at ``url``, else of the fleet's proxy; None without either.
 
     Args:
         fleet: the fleet, or None.
         url: of a proxy, or None.
-        context: authorities that the proxy at ``url`` is trusted by; None: the system's.
+        files: certificates for TLS with the proxy at ``url``.
     """
     if url is None and fleet is None:
         return None
-    return asyncio.run(_ask(fleet, url, context))
+    return asyncio.run(_ask(fleet, url, files))
 
 
-async def _ask(fleet: FleetFile | None, url: str | None, context: ssl.SSLContext | None) -> ProxyConditions:
+async def _ask(fleet: FleetFile | None, url: str | None, files: TlsFiles) -> ProxyConditions:
     if url is not None or fleet is None:
-        client, base = httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False, verify=context or True), url or ""
+        client = httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False, verify=tls_context(files))
+        base = url or ""
     else:
         access = ProxyAccess(fleet)
         access.read_certificate()
@@ -47,16 +45,16 @@ async def _ask(fleet: FleetFile | None, url: str | None, context: ssl.SSLContext
             answer = await client.get(f"{base.rstrip('/')}/ready?verbose")
             found = msgspec.json.decode(answer.content, type=_Answer)
         except httpx.HTTPError as error:
-            return _unread(base, error)
+            return _unread(base, error, files)
         except msgspec.MsgspecError:
             return ProxyConditions(url=base, error=f"answered {answer.status_code} without conditions")
     return ProxyConditions(url=base, conditions=found.conditions)
 
 
-def _unread(base: str, error: httpx.HTTPError) -> ProxyConditions:
+def _unread(base: str, error: httpx.HTTPError, files: TlsFiles) -> ProxyConditions:
     """A proxy that cannot be asked, with the remedy where the error names the cause."""
     problem = f"does not answer ({type(error).__name__})"
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
         reason = str(error).partition("certificate verify failed: ")[2].partition(" (_ssl.c")[0]
         problem = f"has a certificate that is not trusted ({reason or error})"
-    return ProxyConditions(url=base, error=problem, remedy=unreached_remedy(error, base, "--proxy"))
+    return ProxyConditions(url=base, error=problem, remedy=unreached_remedy(error, base, "--proxy", files))

@@ -217,6 +217,7 @@ def test_a_proxy_without_tls_is_to_be_asked_over_http(serve: Serve) -> None:
     ("flags", "message"),
     [
         (("--ca-file", "ca.pem"), "--ca-file is for --proxy: give its URL too"),
+        (("--cert-file", "me.pem"), "--cert-file is for --proxy: give its URL too"),
         (("--proxy", "https://h:1", "--ca-file", "none.pem"), "--ca-file none.pem: No such file or directory"),
         (("--proxy", "localhost:9090"), f"--proxy localhost:9090: {SCHEMES}"),
         (("--proxy", "ftp://h"), f"--proxy ftp://h: {SCHEMES}"),
