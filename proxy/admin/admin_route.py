@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
 
 from proxy.clip import clip
 from proxy.errors import RequestError, encoding_error
@@ -32,6 +33,14 @@ class AdminRoute(APIRoute):
             return await handle(_as_json(request) if self.body_field is not None else request)
 
         return checked
+
+
+def refuse_empty(wanted: BaseModel) -> None:
+    """Refuse a body that changes nothing, which would be answered as if it had. Raises RequestError (400)."""
+    fields = type(wanted).model_fields
+    if all(getattr(wanted, name) in (None, {}) for name in fields):
+        message = f"the body changes nothing: give at least one of {', '.join(fields)}"
+        raise RequestError(400, message, code="nothing_to_change")
 
 
 def _as_json(request: Request) -> Request:

@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from pydantic import Field
 
 from policies.registry import UnknownPolicyError
-from proxy.admin.admin_route import AdminRoute
+from proxy.admin.admin_route import AdminRoute, refuse_empty
 from proxy.core import Core
 from proxy.errors import RequestError
 from proxy.settings.section import Section
@@ -34,6 +34,7 @@ def admission_routes(core: Core) -> APIRouter:
 
     @routes.put("/admission", summary="Switch the admission rule or its bound; held requests stay in line")
     async def switch(wanted: AdmissionSwitch) -> dict[str, Any]:
+        refuse_empty(wanted)
         try:
             core.holding.switch(wanted.name, wanted.params, wanted.max_hold_s)
         except ValueError as error:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from policies.admission.base import NO_INSTANCES, Admit
 from policies.registry import UnknownPolicyError, parameters
 from policies.types import NO_TENANT, Decision, NoCandidateError
-from proxy.admin.admin_route import AdminRoute
+from proxy.admin.admin_route import AdminRoute, refuse_empty
 from proxy.admin.conditions import conditions
 from proxy.admin.instance_rows import departure_row, instance_rows
 from proxy.admin.tenant_rows import tenant_rows
@@ -87,6 +87,7 @@ def admin_routes(core: Core, fleet: FleetChanges) -> APIRouter:
 
     @routes.put("/policy", summary="Switch policy or planner; index, sessions and ledger are kept")
     async def switch(wanted: PolicySwitch) -> dict[str, Any]:
+        refuse_empty(wanted)
         try:
             core.router.switch(wanted.name, wanted.params, wanted.planner, wanted.planner_params)
         except ValueError as error:

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from proxy.admin.admin_route import AdminRoute
+from proxy.admin.admin_route import AdminRoute, refuse_empty
 from proxy.core import Core
 from proxy.errors import RequestError
 from proxy.settings import ShadowEntry, ShadowSettings
@@ -33,6 +33,7 @@ def shadow_routes(core: Core) -> APIRouter:
 
     @routes.put("/shadow", summary="Switch the shadows; those that stay keep their figures")
     async def switch(wanted: ShadowSwitch) -> dict[str, Any]:
+        refuse_empty(wanted)
         given = {name: value for name in ShadowSwitch.model_fields if (value := getattr(wanted, name)) is not None}
         try:
             core.shadows.switch(ShadowSettings(**{**core.shadows.as_settings(), **given}))

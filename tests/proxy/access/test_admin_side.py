@@ -107,6 +107,24 @@ async def test_an_unknown_name_and_a_wrong_parameter_have_codes_of_their_own(
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, code)
 
 
+@pytest.mark.parametrize(
+    ("path", "bodies", "fields"),
+    [
+        ("/policy", [{}, {"name": None}, {"params": {}}], "name, params, planner, planner_params"),
+        ("/admission", [{}, {"max_hold_s": None}], "name, params, max_hold_s"),
+        ("/shadow", [{}, {"policies": None}], "policies, planners, admission"),
+    ],
+)
+async def test_a_switch_that_changes_nothing_is_refused(
+    start_proxy: StartProxy, path: str, bodies: list[dict[str, Any]], fields: str
+) -> None:
+    proxy = await start_proxy(1)
+    for body in bodies:
+        answer = await proxy.client.put(path, json=body)
+        assert code(answer) == (400, "nothing_to_change")
+        assert answer.json()["error"]["message"] == f"the body changes nothing: give at least one of {fields}"
+
+
 async def test_parameters_without_a_name_apply_to_the_active_policy_planner_and_rule(start_proxy: StartProxy) -> None:
     proxy = await start_proxy(1)
     await proxy.client.put("/policy", json={"name": "linear", "planner": "threshold"})
