@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 
 _SHOWN_CANDIDATES = 10
 _MOST_ROWS = 100
+_FIRST_LINE_BYTES = 4 * 1024 * 1024
+
+
+class NoBreakdownError(Exception):
+    """A file that is no breakdown; the message has the remedy."""
 
 
 def explain(
@@ -42,7 +47,7 @@ def explain(
     The row comes from the proxy's memory, which also has the newest rows of earlier processes if breakdown.jsonl_path
     is set, or with --file from the files themselves. `POST /explain` is for requests not sent yet.
 
-    Exit status 0: explained; 1: not found; 2: the proxy does not answer, or the file cannot be read.
+    Exit status 0: explained; 1: not found; 2: the proxy does not answer, or the file is no breakdown.
     """
     from proxy.connecting import TlsFiles
     from proxy.console.admin_api import AdminApi, NoAnswerError
@@ -57,7 +62,7 @@ def explain(
                 found = api.get("/breakdown", request_id=request_id, limit=_MOST_ROWS)
                 rows, started_unix_s = found["rows"], found.get("proxy_started_unix_s")
                 remedy = "" if rows else _not_found(api, request_id)
-    except (NoAnswerError, OSError) as error:
+    except (NoAnswerError, NoBreakdownError, OSError) as error:
         _stop(str(error), 2)
     if not rows:
         _stop(f"{request_id}: {remedy}", 1)
@@ -79,6 +84,7 @@ def rows_in(path: Path, request_id: str) -> list[dict[str, Any]]:
 
     Raises:
         OSError: there is no such file, or one cannot be read.
+        NoBreakdownError: one has something else than rows.
     """
     files = record_files(path) or [file for each in _of_workers(path) for file in record_files(each)]
     if not files:
@@ -87,6 +93,8 @@ def rows_in(path: Path, request_id: str) -> list[dict[str, Any]]:
     for each in files:
         found = []
         with each.open("rb") as lines:
+            _check_first(each, lines.readline(_FIRST_LINE_BYTES))
+            lines.seek(0)
             for line in lines:
                 if needle in line and (row := _row(line)) is not None and row.get("request_id") == request_id:
                     found.append(row)
@@ -154,7 +162,17 @@ def _row(line: bytes) -> dict[str, Any] | None:
         row = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
-    return row if isinstance(row, dict) else None
+    return row if isinstance(row, dict) and "arrived_unix_s" in row else None  # lines of the access log have none
+
+
+def _check_first(path: Path, line: bytes) -> None:
+    """Refuse a file by its first line; a row that a process was killed in has no end. Raises NoBreakdownError."""
+    whole = line.endswith(b"\n")
+    if (whole and _row(line) is None) or not (whole or line.startswith(b"{") or not line):
+        raise NoBreakdownError(
+            f"{path} is no breakdown: its first line is no row; give the file of breakdown.jsonl_path (or a run's "
+            "breakdown.jsonl)"
+        )
 
 
 def _stop(message: str, status: int) -> NoReturn:

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner
 
 from tests.proxy.conftest import StartProxy
@@ -62,9 +63,10 @@ async def test_a_proxy_that_does_not_answer_or_wants_a_key(start_proxy: StartPro
 
 async def test_files_are_searched_without_a_proxy_and_control_characters_not_printed(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    old = {"request_id": "old", "outcome": "ok", "session_id": "s\x1b[31m"}
+    old = {"request_id": "old", "arrived_unix_s": 1.0, "outcome": "ok", "session_id": "s\x1b[31m"}
     (tmp_path / "rows.jsonl.1").write_text(json.dumps(old) + "\n")
-    path.write_text(json.dumps({"request_id": "new", "outcome": "shutdown", "error": "old"}) + '\n{"request_id": "ol')
+    new = {"request_id": "new", "arrived_unix_s": 2.0, "outcome": "shutdown", "error": "old"}
+    path.write_text(json.dumps(new) + '\n{"request_id": "ol')
     shown = await call("explain", "old", "--file", path)
     assert shown.exit_code == 0, shown.output
     assert "It was answered." in shown.output
@@ -78,3 +80,29 @@ async def test_files_are_searched_without_a_proxy_and_control_characters_not_pri
     (tmp_path / "rows.worker-x.jsonl").write_text("not rows")
     of_workers = await call("explain", "old", "--file", tmp_path / "rows.jsonl")
     assert (of_workers.exit_code, of_workers.output) == (shown.exit_code, shown.output)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"# A page\nabout x\n",
+        b"\x7fELF\x00\xff",
+        b"[]\n",
+        b'{"time": "2026-01-01T00:00:00.000+00:00", "request_id": "x", "status": 200, "outcome": "ok"}\n',
+    ],
+    ids=["a text", "a binary", "other JSON", "an access log"],
+)
+async def test_a_file_that_is_no_breakdown_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "other"
+    path.write_bytes(content)
+    shown = await call("explain", "x", "--file", path)
+    assert (shown.exit_code, "is no breakdown: its first line is no row" in " ".join(shown.output.split())) == (2, True)
+    assert "breakdown.jsonl_path" in shown.output
+
+
+@pytest.mark.parametrize("content", [b"", b'{"row": 1, "proxy_st'], ids=["empty", "a row cut off"])
+async def test_a_breakdown_without_a_whole_row_is_searched(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content)
+    shown = await call("explain", "x", "--file", path)
+    assert (shown.exit_code, f"x: not in {path}" in shown.output) == (1, True)
