@@ -174,11 +174,11 @@ def fit(
     from replayer.records.outputs import OverwritesInputError, refuse_inputs
     from sim import fit_report
     from sim.fit import fit as fit_points
-    from sim.hardware import HARDWARE_FOLDER, ProfileError
-    from sim.points import load_points
+    from sim.hardware import ProfileError
+    from sim.points import load_points, points_path
 
-    source = points or HARDWARE_FOLDER / f"{profile}_points.yaml"
     try:
+        source = points or points_path(profile)
         result = fit_points(load_points(source))
         path = output / f"{result.profile.name}.yaml" if output is not None and output.is_dir() else output
         if path is not None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from sim.hardware import KvPool, ProfileError, read_yaml
+from sim.hardware import HARDWARE_FOLDER, KvPool, ProfileError, read_yaml
 from warmroute_yaml import problems_of
 
 
@@ -114,3 +114,16 @@ def load_points(path: Path) -> Points:
         return Points.model_validate(read_yaml(path))
     except ValidationError as error:
         raise ProfileError(f"{path} is not a points file: {problems_of(error)}") from error
+
+
+def points_path(name: str) -> Path:
+    """Points file of a profile: a path to a YAML file unchanged, a name looked up in configs/hardware.
+
+    Raises:
+        ProfileError: there are no points of this name; the text names the profiles that have some.
+    """
+    path = Path(name) if name.endswith((".yaml", ".yml")) else HARDWARE_FOLDER / f"{name}_points.yaml"
+    if not path.exists():
+        known = sorted(each.stem.removesuffix("_points") for each in HARDWARE_FOLDER.glob("*_points.yaml"))
+        raise ProfileError(f"no points file {path}; profiles with one: {', '.join(known)}")
+    return path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -132,14 +133,32 @@ def hardware_constants(name: str) -> CostConstants:
     path = Path(name) if name.endswith((".yaml", ".yml")) else HARDWARE_FOLDER / f"{name}.yaml"
     try:
         values = load_yaml(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        known = ", ".join(_calibrated())
+        raise ValueError(
+            f"hardware profile {name!r}: there is no {path}; profiles with cost constants: {known}; "
+            "or give the path of a .yaml file"
+        ) from error
     except OSError as error:
         raise ValueError(f"hardware profile {path} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"hardware profile {path} is not YAML: {error}") from error
     costs = values.get("costs") if isinstance(values, dict) else None
     if costs is None:
-        raise ValueError(f"hardware profile {path} has no section `costs`; `warmroute calibrate` writes one")
+        raise ValueError(
+            f"hardware profile {path} has no section `costs`; `warmroute calibrate` writes one, and these have one: "
+            f"{', '.join(_calibrated())}"
+        )
     try:
         return constants_of(costs)
     except ValueError as error:
         raise ValueError(f"hardware profile {path}: {error}") from error
+
+
+def _calibrated() -> list[str]:
+    """Names of the shipped profiles that have cost constants."""
+    return sorted(
+        path.stem
+        for path in HARDWARE_FOLDER.glob("*.yaml")
+        if re.search(r"^costs:", path.read_text(encoding="utf-8"), re.M)
+    )

@@ -261,7 +261,8 @@ def test_the_command_prints_every_residual_and_refuses_nonsense() -> None:
     assert "h20: 12 points, median error" in done.output
     missing = runner.invoke(app, ["sim", "fit", "h999"])
     assert missing.exit_code == 2
-    assert "cannot read" in missing.output
+    assert "h999_points.yaml; profiles with one: h100-nvlink, " in missing.output
+    assert missing.output.strip().endswith("h20, h200, h200-nvlink-128")
 
 
 def test_a_profile_does_not_overwrite_the_points_that_it_is_fitted_to(tmp_path: Path) -> None:

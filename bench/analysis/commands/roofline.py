@@ -126,19 +126,17 @@ def roofline(
 
 def _points(profile: str, model: str, gpu: str, gpus: int, precision: Precision) -> Points | None:
     from sim.hardware import HARDWARE_FOLDER, ProfileError
-    from sim.points import load_points
+    from sim.points import load_points, points_path
 
     if profile == "none":
         return None
     if profile == "auto":
         same = model == "qwen3-coder-30b-a3b" and gpus == 1 and precision == (16, 16)
-        path = HARDWARE_FOLDER / f"{gpu}_points.yaml"
-        if not same or not path.is_file():
+        if not same or not (HARDWARE_FOLDER / f"{gpu}_points.yaml").is_file():
             return None
-    else:
-        path = Path(profile) if profile.endswith((".yaml", ".yml")) else HARDWARE_FOLDER / f"{profile}_points.yaml"
+        profile = gpu
     try:
-        return load_points(path)
+        return load_points(points_path(profile))
     except ProfileError as error:
         raise AnalysisError(f"--profile: {error}") from error
 

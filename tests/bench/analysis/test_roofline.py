@@ -222,7 +222,7 @@ def test_what_counts_otherwise_is_refused(tmp_path: Path, change: dict[str, Any]
         (["--weight-bits", "4"], "16 or 8"),
         (["--chunk-tokens", "0"], "--chunk-tokens: '0' is not a whole number from 1"),
         (["--streams", ""], "--streams: give at least one"),
-        (["--profile", "b200"], "--profile: cannot read"),
+        (["--profile", "b200"], "--profile: no points file"),
     ],
 )
 def test_bad_options_say_what_to_do(arguments: list[str], said: str) -> None:

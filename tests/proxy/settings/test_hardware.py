@@ -37,7 +37,7 @@ def test_without_it_the_constants_are_the_built_in_ones() -> None:
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (None, "cannot be read"),
+        (None, "there is no .*mine.yaml"),
         ("name: [", "is not YAML"),
         ("name: mine", "has no section `costs`"),
         ("costs: {prefill: 3}", "costs: expected the keys"),
@@ -54,3 +54,20 @@ def test_profiles_that_cannot_be_used_are_refused(tmp_path: Path, content: str |
 def test_a_shipped_profile_that_was_not_calibrated_says_so() -> None:
     with pytest.raises(SettingsError, match="warmroute calibrate"):
         settings("h200")
+
+
+@pytest.mark.parametrize("name", ["nope", "h200", "nope.yaml"])
+def test_a_name_that_cannot_be_used_is_answered_with_those_that_can(name: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        settings(name)
+    listed = str(refused.value).partition("with cost constants: " if "nope" in name else "these have one: ")[2]
+    names = [each.strip() for each in listed.partition(";")[0].split(",")]
+    assert {"h100-nvlink", "h200-nvlink-128"} <= set(names)
+    for each in names:
+        assert settings(each).hardware == each
+
+
+def test_a_profile_that_cannot_be_read_is_no_missing_one(tmp_path: Path) -> None:
+    (tmp_path / "folder.yaml").mkdir()
+    with pytest.raises(SettingsError, match=r"folder\.yaml cannot be read: Is a directory"):
+        settings(str(tmp_path / "folder.yaml"))
