@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from policies.classes import ClassThresholds
 from policies.offload.base import ColumnPlanner, OffloadPlanner
-from policies.routing.base import ColumnPolicy, RoutingPolicy
+from policies.routing.base import ColumnPolicy, RoutingPolicy, refuse_nan
 from policies.routing.least_loaded import LeastLoaded
 from policies.routing.warm import Warm
 from policies.snapshot import FleetColumns, FleetSnapshot
@@ -110,6 +110,10 @@ def chosen_by(request: RequestView, fleet: FleetSnapshot, policy: RoutingPolicy)
         raise ValueError(f"policy {policy.name!r} chose {choice.instance!r}, which is not a candidate")
     if type(choice.reason) is not Reason:  # it becomes a metric's label
         raise ValueError(f"policy {policy.name!r} gave the reason {choice.reason!r}, which is not a Reason")
+    for score in choice.scores:
+        if score[0] == choice.instance:
+            refuse_nan(policy.name, choice.instance, score[1])
+            break
     if choice.plan is not None:
         _prefill_of(choice.plan, chosen, fleet, f"policy {policy.name!r}")
     return choice, chosen

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
+from math import isnan
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from policies.snapshot import FleetColumns, FleetSnapshot
@@ -40,6 +41,7 @@ class ColumnPolicy:
     """
 
     __slots__ = ()
+    name: ClassVar[str]
     plans: ClassVar[bool] = False
     """A choice may have a plan of the prefill, which the pick has not: set it where ``choose`` makes one."""
 
@@ -57,7 +59,10 @@ class ColumnPolicy:
 
     def quick(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Pick:
         """The same choice as that of ``choose``."""
-        return self.pick(request, fleet, columns, self.scores(request, fleet, columns))
+        scores = self.scores(request, fleet, columns)
+        picked = self.pick(request, fleet, columns, scores)
+        refuse_nan(self.name, columns.instance[picked.place], scores[picked.place])
+        return picked
 
     def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
         """Choose an instance for one request, with all scores and their inputs."""
@@ -105,7 +110,8 @@ def least_of(fleet: FleetSnapshot, ranks: Sequence[Any], places: Sequence[int]) 
     if ranks.count(best) < 2:  # skip the rule when there is no tie
         return first
     tied = [at for at, rank in enumerate(ranks) if rank == best]
-    return min(tied, key=lambda at: tie_break(fleet, places[at]))
+    # One NaN in all places counts as equal to itself and is not: `refuse_nan` names it.
+    return min(tied, key=lambda at: tie_break(fleet, places[at])) if tied else first
 
 
 def tie_break(fleet: FleetSnapshot, position: int) -> tuple[int, float, int]:
@@ -137,6 +143,12 @@ def is_overloaded(place: int, columns: FleetColumns, factor: float, floor_tokens
     """
     pending = columns.pending_prefill_tokens
     return pending[place] > floor_tokens and pending[place] > factor * (sum(pending) / len(pending))
+
+
+def refuse_nan(policy: str, instance: str, score: float) -> None:
+    """Refuse a choice by a score that is NaN, which is neither below nor above another; raises ValueError."""
+    if isnan(score):
+        raise ValueError(f"policy {policy!r} chose {instance!r}, whose score is NaN")
 
 
 def require(condition: bool, message: str) -> None:

@@ -10,7 +10,7 @@ from typing import ClassVar
 from policies.costs.formulas import PrefillModel
 from policies.costs.order import SLOWDOWN, due_s, overtaken_share
 from policies.pool import POOL_SHARE, all_tokens_over, tokens_over
-from policies.routing.base import ColumnPolicy, Pick, least, require, tie_break
+from policies.routing.base import ColumnPolicy, Pick, least, refuse_nan, require, tie_break
 from policies.snapshot import FleetColumns, FleetSnapshot
 from policies.types import CandidateScore, Choice, InstanceView, Reason, RequestView
 
@@ -246,6 +246,7 @@ class Prices:
                     least_s, best = score_s, [place]
                 elif score_s == least_s:
                     best.append(place)
+        refuse_nan(self._policy.name, self._columns.instance[best[0]], least_s)
         return best[0] if len(best) == 1 else min(best, key=partial(tie_break, self._fleet))
 
     def _with(self, place: int, more_s: Mapping[int, float] | None) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import ClassVar, cast
 
 import pytest
@@ -11,12 +13,13 @@ from policies.decide import decide
 from policies.offload.never import Never
 from policies.offload.threshold import Threshold
 from policies.registry import make_routing, routing_policies
-from policies.routing.base import RoutingPolicy
+from policies.routing.base import ColumnPolicy, Pick, RoutingPolicy, least, lowest
 from policies.routing.linear import Linear
 from policies.routing.session_sticky import SessionSticky
 from policies.routing.warm import Warm
-from policies.snapshot import FleetSnapshot
+from policies.snapshot import FleetColumns, FleetSnapshot
 from policies.types import (
+    CandidateScore,
     Choice,
     InstanceView,
     NoCandidateError,
@@ -132,6 +135,63 @@ def test_without_the_guard_a_failure_is_raised(policy: RoutingPolicy) -> None:
     """As in a simulation, whose result must not be that of another policy."""
     with pytest.raises((KeyError, ValueError)):
         decide(ask(), fleet_of(*idle(2)), policy, _FailingPlanner(), DEFAULT)
+
+
+class _Unscored(ColumnPolicy):
+    """A policy whose formula gives NaN for every candidate."""
+
+    name: ClassVar[str] = "unscored"
+
+    def scores(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> list[float]:
+        return [math.inf * 0] * len(fleet.instances)
+
+    def inputs(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> list[dict[str, float]]:
+        return [{}] * len(fleet.instances)
+
+    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns, scores: Sequence[float]) -> Pick:
+        return Pick(least(fleet, scores), Reason.LOWEST_SCORE)
+
+
+class _UnscoredRows:
+    """The same with rows of scores."""
+
+    name: ClassVar[str] = "unscored"
+
+    def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
+        scores = tuple(CandidateScore(view.instance, math.nan, {}) for view in fleet.instances)
+        return Choice(lowest(fleet, scores).instance, Reason.LOWEST_SCORE, scores)
+
+
+@pytest.mark.parametrize("scored", [True, False])
+@pytest.mark.parametrize("policy", [_Unscored(), _UnscoredRows()])
+def test_a_choice_by_a_score_that_is_nan_is_a_failure_of_the_policy(policy: RoutingPolicy, scored: bool) -> None:
+    fleet, error = fleet_of(*idle(2)), "policy 'unscored' chose 'inst-0', whose score is NaN"
+    with pytest.raises(ValueError, match=error):
+        decide(ask(), fleet, policy, Never(), DEFAULT, scored=scored)
+    decision = decide(ask(), fleet, policy, Never(), DEFAULT, scored=scored, guarded=True)
+    [failure] = decision.failures
+    assert (failure.part, failure.name, failure.error) == (PolicyPart.POLICY, "unscored", f"ValueError: {error}")
+    assert decision.policy == "warm"
+
+
+@pytest.mark.parametrize("scored", [True, False])
+@pytest.mark.parametrize("name", ["warm", "joint", "migrate"])
+def test_a_parameter_that_makes_scores_nan_is_a_failure_with_and_without_scores(name: str, scored: bool) -> None:
+    policy = make_routing(name, {"queue_crowd": math.inf})
+    with pytest.raises(ValueError, match=f"policy '{name}' chose 'inst-0', whose score is NaN"):
+        decide(ask(), fleet_of(*idle(2)), policy, Never(), DEFAULT, scored=scored)
+
+
+def test_a_nan_for_a_candidate_that_was_not_chosen_is_accepted() -> None:
+    scores = (CandidateScore("inst-0", math.nan, {}, skipped=True), CandidateScore("inst-1", 1.0, {}))
+
+    class Skipping:
+        name: ClassVar[str] = "skipping"
+
+        def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
+            return Choice("inst-1", Reason.LOWEST_SCORE, scores)
+
+    assert decide(ask(), fleet_of(*idle(2)), Skipping(), Never(), DEFAULT).decode_on == "inst-1"
 
 
 @pytest.mark.parametrize("chosen", ["d", "nowhere"])
