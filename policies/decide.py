@@ -17,6 +17,7 @@ from policies.types import (
     NoCandidateError,
     OffloadPlan,
     OffloadReason,
+    PolicyFailedError,
     PolicyFailure,
     PolicyPart,
     Reason,
@@ -45,13 +46,13 @@ def decide(
         thresholds: limits of the request classes.
         guarded: if the policy fails (raises an error, or returns an invalid choice), decide by ``warm`` instead, or by
             ``least_loaded`` if that is the one that fails; if the planner fails, do not offload. The decision's
-            ``failures`` name them. Without it, failures are raised: a simulation must not hide them.
+            ``failures`` name them. Without it, a failure is raised: a simulation must not hide it.
         scored: False: nobody reads the candidates' scores, so they are left out where the policy can choose without
             (`ColumnPolicy.quick`).
 
     Raises:
         NoCandidateError: the snapshot is empty, or the policy accepts none of the candidates.
-        ValueError: not guarded, and an answer is invalid.
+        PolicyFailedError: not guarded, and the policy or the planner fails.
     """
     if not fleet.instances:
         raise NoCandidateError("no instance may take the request")
@@ -60,10 +61,12 @@ def decide(
     except NoCandidateError:
         raise
     except Exception as error:
-        if not guarded or type(policy) is LeastLoaded:
+        failure = PolicyFailure.of(PolicyPart.POLICY, policy.name, error)
+        if not guarded:
+            raise PolicyFailedError(failure, request.request_id) from error
+        if type(policy) is LeastLoaded:
             raise
         safe = LeastLoaded() if type(policy) is Warm else Warm()
-        failure = PolicyFailure.of(PolicyPart.POLICY, policy.name, error)
         decision = decide(request, fleet, safe, planner, thresholds, guarded=True, scored=scored)
         return decision._replace(failures=(failure, *decision.failures))
     request_class = thresholds.classify(request.prompt_tokens - chosen.cached_tokens)
@@ -79,10 +82,11 @@ def decide(
         try:
             plan, prefill = planned_by(request, chosen, request_class, fleet, planner)
         except Exception as error:
+            failure = PolicyFailure.of(PolicyPart.PLANNER, planner.name, error)
             if not guarded:
-                raise
+                raise PolicyFailedError(failure, request.request_id) from error
             plan = OffloadPlan(None, OffloadReason.PLANNER_FAILED)
-            failures = (PolicyFailure.of(PolicyPart.PLANNER, planner.name, error),)
+            failures = (failure,)
     # Positional: naming 14 fields takes longer than the guard.
     return Decision(
         request.request_id,

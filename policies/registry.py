@@ -237,6 +237,8 @@ def _make(found: Mapping[str, type | EntryPoint], kind: str, name: str, params: 
     method = _METHODS[kind]
     if not isinstance(getattr(made, "name", None), str) or not callable(getattr(made, method, None)):
         raise PolicyLoadError(f"{kind} {name!r} has no attribute 'name' that is a string, or no method {method!r}")
+    if kind == "admission rule" and not isinstance(getattr(made, "keep_s", None), int | float):
+        raise PolicyLoadError(f"{kind} {name!r} has no attribute 'keep_s' that is a number of seconds")
     return made
 
 

@@ -258,6 +258,8 @@ class CachePrediction(NamedTuple):
         return cls(view.index_source, view.shadow_cached_tokens, view.exact_cached_tokens)
 
 
+_PACKAGE = __file__.removesuffix("types.py")
+_DECIDE = f"{_PACKAGE}decide.py:"
 _TRACE_CALLS = 20
 """Calls kept of a failure, innermost last: a recursion has a thousand."""
 
@@ -289,6 +291,30 @@ class PolicyFailure(NamedTuple):
             trace.append(f"{code.co_filename}:{step.tb_lineno} {code.co_name}")
             step = step.tb_next
         return cls(part, name, f"{type(error).__name__}: {error}"[:500], tuple(trace[-_TRACE_CALLS:]))
+
+    @property
+    def place(self) -> str:
+        """File and line of the last call outside this package, else of the last one; empty for an invalid answer."""
+        inside = [call for call in self.trace if not call.startswith(_DECIDE)]
+        outside = [call for call in inside if not call.startswith(_PACKAGE)]
+        return (outside or inside or ("",))[-1].rpartition(" ")[0]
+
+
+class PolicyFailedError(ValueError):
+    """A policy, planner or admission rule failed, and its failure must not be hidden; the cause is its own error."""
+
+    def __init__(self, failure: PolicyFailure, request_id: str | None) -> None:
+        super().__init__(failure, request_id)  # both, so that it can be sent to another process
+        self.failure = failure
+        self.request_id = request_id
+        """None: it was not asked about a single request."""
+
+    def __str__(self) -> str:
+        part, name, error, _ = self.failure
+        what = "admission rule" if part is PolicyPart.ADMISSION else part.value
+        at = "" if self.request_id is None else f" at request {self.request_id!r}"
+        place = f" ({self.failure.place})" if self.failure.place else ""
+        return f"{what} {name!r} failed{at}: {error}{place}"
 
 
 class Decision(NamedTuple):

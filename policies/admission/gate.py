@@ -25,7 +25,7 @@ from policies.admission.homes import Contexts
 from policies.admission.never_hold import NeverHold
 from policies.admission.selection import HeldIndex, SelectiveRule
 from policies.fairness import TenantShares
-from policies.types import PolicyFailure, PolicyPart, RequestView, Tenant
+from policies.types import PolicyFailedError, PolicyFailure, PolicyPart, RequestView, Tenant
 
 LOOK_S = 1.0
 """Seconds between two looks at the line, apart from those that an event causes; a hold exceeds its bound by no more."""
@@ -249,9 +249,10 @@ class AdmissionGate:
         try:
             longest = float(self._selective.longest_sent(fleet, kept))
         except Exception as error:
+            failure = self._failure(error)
             if self.on_failure is None:
-                raise
-            self.on_failure(self._failure(error))
+                raise PolicyFailedError(failure, None) from error
+            self.on_failure(failure)
             return inf
         return inf if isnan(longest) else longest
 
@@ -338,9 +339,10 @@ class AdmissionGate:
         try:
             return checked_answer(self.rule.name, self.rule.admit(request, session, fleet))
         except Exception as error:
+            failure = self._failure(error)
             if self.on_failure is None:
-                raise
-            self.on_failure(self._failure(error))
+                raise PolicyFailedError(failure, request.request_id) from error
+            self.on_failure(failure)
             return None
 
     def _failure(self, error: Exception) -> PolicyFailure:

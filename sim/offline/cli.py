@@ -196,7 +196,7 @@ def simulate_command(
     With --sweep, --output is a folder: it gets a run file for every combination, and sweep.json with the figures.
     """
     from policies.registry import PolicyParameterError, UnknownPolicyError
-    from policies.types import NoCandidateError
+    from policies.types import NoCandidateError, PolicyFailedError
     from replayer.traces.trace import TraceError
     from sim.offline.options import SimulationError
     from sim.offline.setup import Setup, parsed_params
@@ -255,7 +255,7 @@ def simulate_command(
         _run(setup, output or Path("run.jsonl"), breakdown_output, ahead_s if stream else None)
     except FileExistsError as error:
         _stop(f"{error.filename}: already exists; give another name, or remove it")
-    except (SimulationError, TraceError, UnknownPolicyError, PolicyParameterError, OSError) as error:
+    except (SimulationError, TraceError, UnknownPolicyError, PolicyParameterError, PolicyFailedError, OSError) as error:
         _stop(error)
     except NoCandidateError as error:
         _stop(f"{error}: policy {policy} accepts none of the instances")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Sequence
 from typing import ClassVar, cast
 
@@ -25,6 +26,7 @@ from policies.types import (
     NoCandidateError,
     OffloadPlan,
     OffloadReason,
+    PolicyFailedError,
     PolicyPart,
     Reason,
     RequestClass,
@@ -133,8 +135,14 @@ def test_a_guarded_decision_replaces_what_fails_and_names_it() -> None:
 @pytest.mark.parametrize("policy", [Linear(), _Stray()])
 def test_without_the_guard_a_failure_is_raised(policy: RoutingPolicy) -> None:
     """As in a simulation, whose result must not be that of another policy."""
-    with pytest.raises((KeyError, ValueError)):
+    with pytest.raises(PolicyFailedError) as caught:
         decide(ask(), fleet_of(*idle(2)), policy, _FailingPlanner(), DEFAULT)
+    sent = pickle.loads(pickle.dumps(caught.value))
+    assert (sent.failure, str(sent)) == (caught.value.failure, str(caught.value))
+    assert (sent.request_id, type(caught.value.__cause__)) == (
+        "req",
+        ValueError if policy.name == "stray" else KeyError,
+    )
 
 
 class _Unscored(ColumnPolicy):

@@ -17,7 +17,7 @@ import msgspec
 import zstandard
 
 from policies.registry import PolicyParameterError, UnknownPolicyError
-from policies.types import NoCandidateError
+from policies.types import NoCandidateError, PolicyFailedError
 from replayer.records.version import installed_version
 from replayer.traces.formats.source import file_sha256
 from replayer.traces.trace import Trace, TraceError
@@ -35,6 +35,7 @@ _EXPLAINED = (
     UnknownPolicyError,
     PolicyParameterError,
     NoCandidateError,
+    PolicyFailedError,
     OSError,
     MemoryError,
 )

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -154,6 +155,65 @@ def test_a_class_that_no_package_declares_is_simulated_too(trace: Path, tmp_path
     assert done.returncode == 0, done.stderr
     figures = [point["figures"] for point in json.loads((tmp_path / "sweep" / "sweep.json").read_text())["points"]]
     assert figures[0] == figures[1]
+
+
+FAILING = """
+class Policy:
+    name = "mine"
+
+    def choose(self, request, fleet):
+        raise KeyError("lost")
+
+
+class Planner:
+    name = "mine"
+
+    def plan(self, *arguments):
+        return 1 / 0
+
+
+class Rule:
+    name = "mine"
+    keep_s = 30.0
+
+    def admit(self, request, session, fleet):
+        return None
+
+
+class Unkept:
+    name = "mine"
+
+    def admit(self, request, session, fleet): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--policy failing_policy:Policy", r"policy 'mine' failed at request '\S+-0': KeyError: 'lost' \({file}:6\)"),
+        ("--policy failing_policy:Policy --stream", r"policy 'mine' failed at request '\S+-0': KeyError: 'lost'"),
+        (
+            "--planner failing_policy:Planner",
+            r"planner 'mine' failed at request '\S+-0': ZeroDivisionError: division by zero \({file}:13\)",
+        ),
+        (
+            "--admission failing_policy:Rule",
+            r"admission rule 'mine' failed at request '\S+-0': ValueError: admission rule 'mine' answered None",
+        ),
+        ("--admission failing_policy:Unkept", "admission rule 'failing_policy:Unkept' has no attribute 'keep_s'"),
+    ],
+)
+def test_what_a_class_of_ones_own_raises_is_one_line_with_its_place(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str, message: str
+) -> None:
+    file, run = tmp_path / "failing_policy.py", tmp_path / "run.jsonl"
+    file.write_text(FAILING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "failing_policy", raising=False)
+    said = call("simulate", trace, "-o", run, *options.split(), code=2)
+    assert re.match(f"error: {message.format(file=re.escape(str(file)))}", said), said
+    assert said.count("\n") == 1
+    assert not run.exists()
 
 
 def test_python_m_sim_simulates_too(trace: Path, tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ def test_equal_seeds_give_equal_bytes_and_others_do_not(policy: str, planner: st
 def test_a_policy_that_fails_ends_the_simulation() -> None:
     """The proxy would let another policy decide; a result must be that of the one named."""
     from policies.registry import make_planner
+    from policies.types import PolicyFailedError
     from sim.offline.simulate import simulate
 
     class Failing:
@@ -65,7 +66,7 @@ def test_a_policy_that_fails_ends_the_simulation() -> None:
         def choose(self, *_: Any) -> Any:
             raise KeyError("lost")
 
-    with pytest.raises(KeyError, match="lost"):
+    with pytest.raises(PolicyFailedError, match=r"policy 'failing' failed at request '.*': KeyError: 'lost'"):
         simulate(AGENTS, SimOptions(), Failing(), make_planner("never"))  # type: ignore[arg-type]
 
 
