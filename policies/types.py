@@ -310,7 +310,8 @@ class PolicyFailedError(ValueError):
         """None: it was not asked about a single request."""
 
     def __str__(self) -> str:
-        part, name, error, _ = self.failure
+        part, name, text, _ = self.failure
+        error = " ".join(text.split())
         what = "admission rule" if part is PolicyPart.ADMISSION else part.value
         at = "" if self.request_id is None else f" at request {self.request_id!r}"
         place = f" ({self.failure.place})" if self.failure.place else ""

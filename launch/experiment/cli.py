@@ -266,6 +266,9 @@ def _measure(experiment: LoadedExperiment, directory: Path, state: ExperimentSta
 def _load(config: Path, overrides: list[str] | None) -> LoadedExperiment:
     from launch.experiment.definition.file import ExperimentError, load_experiment
 
+    # Where a MODULE:Class is looked for last, as by `warmroute simulate`.
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)
     try:
         return load_experiment(config, overrides or [])
     except ExperimentError as error:

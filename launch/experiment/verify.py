@@ -94,7 +94,7 @@ def _check_whole(directory: Path, state: ExperimentState, found: Findings) -> No
 def _settings(state: ExperimentState, found: Findings) -> ExperimentSettings | None:
     """The settings, after a check that the plan follows from them."""
     try:
-        settings = parse_experiment(state.config, "the settings in experiment.json")
+        settings = parse_experiment(state.config, "the settings in experiment.json", recorded=True)
     except ExperimentError as error:
         found.warnings.append(f"the order cannot be checked: {error}")
         return None

@@ -73,6 +73,7 @@ def header_of(
             "planner_params": parameters(router.routing.planner),
             "admission": router.routing.gate.rule.name,
             "admission_params": parameters(router.routing.gate.rule),
+            **_classes(router),
             "max_hold_s": options.max_hold_s,
             "instances": options.instances,
             "prefill_instances": options.prefill_instances,
@@ -90,6 +91,18 @@ def header_of(
             "slowdown": options.slowdown,
         },
     )
+
+
+def _classes(router: OfflineRouter) -> dict[str, str]:
+    """``MODULE:Class`` of policy, planner and rule that are not of this project: any may have the name of another."""
+    routing = router.routing
+    parts = {"policy": routing.policy, "planner": routing.planner, "admission": routing.gate.rule}
+    classes = {f"{kind}_class": type(part) for kind, part in parts.items()}
+    return {
+        kind: f"{found.__module__}:{found.__qualname__}"
+        for kind, found in classes.items()
+        if not found.__module__.startswith("policies.")
+    }
 
 
 def idle_costs(profile: HardwareProfile, step_tokens: int) -> IdleCosts:

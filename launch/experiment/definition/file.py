@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from launch.experiment.definition.sections import (
     ArmSettings,
@@ -20,6 +20,7 @@ from launch.experiment.definition.sections import (
     Section,
     SimulatedBackend,
     TraceSettings,
+    is_recorded,
 )
 from launch.fleet.file import explain
 from launch.fleet.overrides import apply_overrides
@@ -78,15 +79,34 @@ class ExperimentSettings(Section):
         return value
 
     @model_validator(mode="after")
-    def _makes_sense(self) -> ExperimentSettings:
+    def _makes_sense(self, info: ValidationInfo) -> ExperimentSettings:
         for name in self.arms:
             if not _ARM_NAME.fullmatch(name):
                 raise ValueError(f"arms: {name!r} is used as a folder name: letters, digits and . _ + = - only")
         if self.baseline and self.baseline not in self.arms:
             raise ValueError(f"baseline: {self.baseline!r} is none of the arms: {', '.join(self.arms)}")
+        if not is_recorded(info):
+            self._check_classes()
         if isinstance(self.backend, SimulatedBackend):
             self._check_simulated()
         return self
+
+    def _check_classes(self) -> None:
+        """Refuse classes that cannot be imported or built, and all where the proxy would have to import them."""
+        for arm, settings in self.arms.items():
+            for key, part in settings.parts.items():
+                if ":" not in part.name:
+                    continue
+                if isinstance(self.backend, LiveBackend):
+                    raise ValueError(
+                        f"arms.{arm}.{key}: {part.name!r} is a class, and a running proxy takes names only: declare it "
+                        "in an installed package (docs/policies.md) and give its name, or simulate (backend.kind: "
+                        "simulated)"
+                    )
+                try:
+                    part.make()
+                except ValueError as error:
+                    raise ValueError(f"arms.{arm}.{key}: {error}") from error
 
     def _check_simulated(self) -> None:
         given = [key for key in _LIVE_REPLAY if getattr(self.replay, key) != ReplaySettings.model_fields[key].default]
@@ -164,8 +184,14 @@ class LoadedExperiment(BaseModel):
         )
 
 
-def parse_experiment(values: Any, source: str = "experiment") -> ExperimentSettings:
+def parse_experiment(values: Any, source: str = "experiment", *, recorded: bool = False) -> ExperimentSettings:
     """Checked settings from plain values.
+
+    Args:
+        values: the keys.
+        source: names them in errors.
+        recorded: they are those of a finished experiment: its policies need not exist any more, and what earlier
+            versions accepted is accepted.
 
     Raises:
         ExperimentError: unknown key, wrong value, or keys that contradict each other.
@@ -173,7 +199,7 @@ def parse_experiment(values: Any, source: str = "experiment") -> ExperimentSetti
     if not isinstance(values, dict):
         raise ExperimentError(f"{source}: expected keys such as `name` and `arms`, found {type(values).__name__}")
     try:
-        return ExperimentSettings(**values)
+        return ExperimentSettings.model_validate(values, context={"recorded": recorded})
     except ValidationError as error:
         raise ExperimentError(explain(error, source)) from error
 

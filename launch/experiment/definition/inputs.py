@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,6 +128,7 @@ def prepare(experiment: LoadedExperiment, directory: Path) -> Inputs:
         files["fleet"] = hashlib.sha256(source.read_bytes()).hexdigest()
     files |= {f"fleet of arm {name}": fleet_sha256(fleet) for name, fleet in fleets.items()}
     files |= {f"hardware profile {name}": sha for name, sha in _profiles(experiment, fleets).items()}
+    files |= module_hashes(experiment)
     try:
         path = trace_file(experiment)
         if path is not None:
@@ -149,6 +151,17 @@ def prepare(experiment: LoadedExperiment, directory: Path) -> Inputs:
 def fleet_sha256(fleet: FleetFile) -> str:
     """SHA-256 of every setting of a fleet, defaults included."""
     return hashlib.sha256(fleet.model_dump_json().encode()).hexdigest()
+
+
+def module_hashes(experiment: LoadedExperiment) -> dict[str, str]:
+    """SHA-256 of the files of all modules that arms name as MODULE:Class, as they are now, by ``module NAME``."""
+    names = [part.name for arm in experiment.settings.arms.values() for part in arm.parts.values()]
+    found = {}
+    for name in sorted({name.partition(":")[0] for name in names if ":" in name}):
+        file = getattr(sys.modules.get(name), "__file__", None)  # imported when the settings were checked
+        if file is not None:
+            found[f"module {name}"] = file_sha256(Path(file))
+    return found
 
 
 def _profiles(experiment: LoadedExperiment, fleets: dict[str, FleetFile]) -> dict[str, str]:

@@ -5,12 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from policies.admission.base import DEFAULT_RULE, MAX_HOLD_S
-from policies.registry import make_admission, make_planner
+from policies.admission.base import DEFAULT_RULE, MAX_HOLD_S, AdmissionRule
+from policies.offload.base import OffloadPlanner
+from policies.registry import make_admission, make_planner, make_routing
+from policies.routing.base import RoutingPolicy
 from policies.types import Role
-from proxy.settings import PolicySettings
+
+
+def is_recorded(info: ValidationInfo) -> bool:
+    """True for settings from the record of an experiment: rules that came later, and code, may not be there."""
+    return bool((info.context or {}).get("recorded"))
 
 
 class Section(BaseModel):
@@ -94,6 +100,28 @@ class ReplaySettings(Section):
     token_high: int = Field(default=100_000, ge=1, description="token ids sent lie below this (live)")
 
 
+class ArmPolicy(Section):
+    """The routing policy of an arm."""
+
+    name: str = Field(default="warm", description="registered routing policy")
+    params: dict[str, Any] = Field(default_factory=dict, description="parameters of that policy")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_alone(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _exists(self, info: ValidationInfo) -> ArmPolicy:
+        if not is_recorded(info) and ":" not in self.name:
+            self.make()
+        return self
+
+    def make(self) -> RoutingPolicy:
+        """The policy; errors as of `policies.registry.make_routing`."""
+        return make_routing(self.name, self.params, modules=True)
+
+
 class ArmOffload(Section):
     """The offload planner of an arm."""
 
@@ -106,9 +134,19 @@ class ArmOffload(Section):
         return {"planner": value} if isinstance(value, str) else value
 
     @model_validator(mode="after")
-    def _exists(self) -> ArmOffload:
-        make_planner(self.planner, self.params)
+    def _exists(self, info: ValidationInfo) -> ArmOffload:
+        if not is_recorded(info) and ":" not in self.name:
+            self.make()
         return self
+
+    @property
+    def name(self) -> str:
+        """The planner's name, under the key that policies and rules have."""
+        return self.planner
+
+    def make(self) -> OffloadPlanner:
+        """The planner; errors as of `policies.registry.make_planner`."""
+        return make_planner(self.planner, self.params, modules=True)
 
 
 class ArmAdmission(Section):
@@ -124,20 +162,28 @@ class ArmAdmission(Section):
         return {"name": value} if isinstance(value, str) else value
 
     @model_validator(mode="after")
-    def _exists(self) -> ArmAdmission:
-        make_admission(self.name, self.params)
+    def _exists(self, info: ValidationInfo) -> ArmAdmission:
+        if not is_recorded(info) and ":" not in self.name:
+            self.make()
         return self
+
+    def make(self) -> AdmissionRule:
+        """The rule; errors as of `policies.registry.make_admission`."""
+        return make_admission(self.name, self.params, modules=True)
 
 
 class ArmSettings(Section):
     """One arm of the comparison."""
 
-    policy: PolicySettings = Field(description="routing policy: its name, or `name` and `params`")
+    policy: ArmPolicy = Field(
+        description="routing policy: its name, or `name` and `params`; simulated, MODULE:Class is a name too"
+    )
     offload: ArmOffload = Field(
-        default_factory=ArmOffload, description="offload planner: its name, or `planner` and `params`"
+        default_factory=ArmOffload, description="offload planner: its name, or `planner` and `params`; likewise"
     )
     admission: ArmAdmission = Field(
-        default_factory=ArmAdmission, description="admission rule: its name, or `name`, `params` and `max_hold_s`"
+        default_factory=ArmAdmission,
+        description="admission rule: its name, or `name`, `params` and `max_hold_s`; likewise",
     )
     fleet: dict[str, Any] = Field(
         default_factory=dict,
@@ -145,10 +191,10 @@ class ArmSettings(Section):
         "except kind and noise (simulated)",
     )
 
-    @field_validator("policy", mode="before")
-    @classmethod
-    def _name_alone(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
+    @property
+    def parts(self) -> dict[str, ArmPolicy | ArmOffload | ArmAdmission]:
+        """Policy, planner and rule, by key."""
+        return {"policy": self.policy, "offload": self.offload, "admission": self.admission}
 
 
 class NoiseSettings(Section):

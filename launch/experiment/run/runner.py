@@ -37,7 +37,7 @@ from launch.experiment.run.simulated import measure_simulated
 from launch.freshness.proof import StaleEngineError
 from launch.run.processes import StartError, creation_time, marked
 from launch.run.state import StateError, read_state
-from policies.registry import make_admission, make_planner, make_routing, parameters
+from policies.registry import parameters
 from replayer.records.runs import RecordError, RequestRecord
 from replayer.replay.endpoint import EndpointError
 from replayer.report.page import BreakdownError
@@ -215,15 +215,15 @@ class Runner:
             backend=settings.backend.kind,
             policy={
                 **arm.policy.model_dump(mode="json"),
-                "resolved": parameters(make_routing(arm.policy.name, arm.policy.params)),
+                "resolved": parameters(arm.policy.make()),
             },
             offload={
                 **arm.offload.model_dump(mode="json"),
-                "resolved": parameters(make_planner(arm.offload.planner, arm.offload.params)),
+                "resolved": parameters(arm.offload.make()),
             },
             admission={
                 **arm.admission.model_dump(mode="json"),
-                "resolved": parameters(make_admission(arm.admission.name, arm.admission.params)),
+                "resolved": parameters(arm.admission.make()),
             },
             instances=0,
             started_unix_s=run.started_unix_s or time.time(),

@@ -11,7 +11,7 @@ import msgspec
 from launch.arm import BREAKDOWN_FILE, RUN_FILE, ArmError
 from launch.engines.commands import ProcessSpec
 from launch.experiment.definition.file import LoadedExperiment
-from launch.experiment.definition.inputs import Inputs
+from launch.experiment.definition.inputs import Inputs, module_hashes
 from launch.experiment.definition.order import Slot, noise_seed
 from launch.experiment.records.freshness import simulated_proof
 from launch.experiment.records.record import Callbacks, Measured
@@ -33,7 +33,7 @@ async def measure_simulated(
 
     Raises:
         StartError: the process could not be started.
-        ArmError: it failed; the message has the last line of its log.
+        ArmError: it failed, and the message has the last line of its log, or a policy's module has changed.
         RecordError: it wrote no usable records.
     """
     command = simulator_command(experiment, slot, inputs.trace_path, run_dir)
@@ -53,6 +53,8 @@ async def measure_simulated(
     if code != 0:
         last = process.log_tail(1).strip() or "it wrote no message"
         raise ArmError(f"the simulator ended with code {code}: {last} (complete log: {process.log_path})")
+    if changed := [name for name, sha in module_hashes(experiment).items() if inputs.files.get(name) != sha]:
+        raise ArmError(f"{changed[0]} has changed since the experiment began: undo that and --resume, or start again")
     run = await asyncio.to_thread(read_run, run_dir / RUN_FILE)
     if run.incomplete:
         raise ArmError(f"the simulator left incomplete records in {run_dir / RUN_FILE}")

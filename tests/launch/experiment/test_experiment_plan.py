@@ -162,6 +162,22 @@ class TestOrder:
         ({"arms": {"a": {"policy": "nonesuch"}}}, "arms.a.policy: unknown routing policy 'nonesuch'"),
         ({"arms": {"a": {"policy": {"name": "linear", "params": {"beta": 1}}}}}, "has no parameter 'beta'"),
         ({"arms": {"a": {"policy": "linear", "offload": "nonesuch"}}}, "unknown offload planner 'nonesuch'"),
+        (
+            {"arms": {"a": {"policy": "lost_module:A"}}},
+            "arms.a.policy: routing policy 'lost_module:A' cannot be loaded",
+        ),
+        (
+            {"arms": {"a": {"policy": "linear", "admission": "a:"}}},
+            "arms.a.admission: admission rule 'a:': write MODULE",
+        ),
+        (
+            {"arms": {"a": {"policy": "lost_module:A"}}, "backend": {"kind": "live", "fleet": "sim-4x"}},
+            "arms.a.policy: 'lost_module:A' is a class, and a running proxy takes names only",
+        ),
+        (
+            {"arms": {"a": {"policy": "linear", "offload": "m:P"}}, "backend": {"kind": "live", "fleet": "sim-4x"}},
+            "arms.a.offload: 'm:P' is a class, and a running proxy takes names only",
+        ),
         ({"arms": {"a": {"policy": "linear", "fleet": {"noise": {}}}}}, "must be the same in all arms"),
         ({"arms": {"a": {"policy": "linear", "fleet": {"slowness": 2}}}}, "slowness: unknown key"),
         ({"baseline": "d"}, "baseline: 'd' is none of the arms: a, b, c"),

@@ -31,6 +31,7 @@ from launch.run.processes import ManagedProcess
 from replayer.compare.comparison import KeptSettings, kept_settings
 from replayer.records.runs import read_run
 from replayer.report.cli import register
+from replayer.traces.formats.source import file_sha256
 from tests.launch.conftest import REPOSITORY, until
 
 SMALL: dict[str, Any] = {
@@ -109,6 +110,67 @@ def _environment_was_noted(directory: Path) -> None:
     assert (noted.software.git is None) == (commit.returncode != 0)
     if noted.software.git is not None:
         assert len(noted.software.git.commit) == 40
+
+
+OWN = """
+from dataclasses import dataclass
+
+from policies.routing.warm import Warm
+
+
+@dataclass(frozen=True)
+class Own(Warm):
+    eager: bool = False
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A module in the folder that commands run in, as when a user has one there; it is not imported yet."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "own_policy", raising=False)
+    path = tmp_path / "own_policy.py"
+    path.write_text(OWN)
+    return path
+
+
+WITH_OWN = {
+    "arms": {"base": {"policy": "warm"}, "own": {"policy": {"name": "own_policy:Own", "params": {"eager": True}}}},
+    "repeats": 1,
+}
+
+
+@pytest.mark.usefixtures("leaves_nothing")
+def test_a_class_of_ones_own_is_an_arm_and_its_record_is_read_without_it(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, config = tmp_path / "run", written(tmp_path, **WITH_OWN)
+    ended = CliRunner().invoke(app, ["experiment", "run", str(config), "--output", str(directory)])
+    assert ended.exit_code == 0, ended.output
+    assert "own against base:" in ended.output
+    state = read_experiment(directory)
+    assert state.files["module own_policy"] == file_sha256(own)
+    options = read_run(directory / "arms" / "own" / "1" / "run.jsonl").header.options
+    assert (options["policy"], options["policy_class"]) == ("warm", "own_policy:Own")
+    assert "policy_class" not in read_run(directory / "arms" / "base" / "1" / "run.jsonl").header.options
+    resolved = json.loads((directory / "arms" / "own" / "1" / "arm.json").read_text())["policy"]["resolved"]
+    assert (resolved["eager"], resolved["others_weight"]) == (True, 1.0)
+    own.unlink()
+    monkeypatch.delitem(sys.modules, "own_policy")
+    found = verify(directory)
+    assert (found.problems, found.warnings) == ([], [])
+
+
+@pytest.mark.usefixtures("leaves_nothing")
+def test_a_class_that_changes_during_the_experiment_fails_the_run(own: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    own.write_text(f"{OWN}\nopen(__file__, 'a').write('# edited\\n')\n")
+    config = written(tmp_path, **WITH_OWN, order="interleaved")
+    ended = CliRunner().invoke(app, ["experiment", "run", str(config), "--output", str(directory)])
+    assert ended.exit_code == 1, ended.output
+    assert "module own_policy has changed since the experiment began" in ended.output
 
 
 def test_compare_reads_every_setting_of_the_section_comparison() -> None:
