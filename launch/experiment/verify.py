@@ -98,6 +98,8 @@ def _settings(state: ExperimentState, found: Findings) -> ExperimentSettings | N
     except ExperimentError as error:
         found.warnings.append(f"the order cannot be checked: {error}")
         return None
+    if settings.comparison.slo.tokens_unused:
+        found.warnings.append("comparison.slo.tokens has no effect: there is no length-scaled objective")
     planned = [(slot.order, slot.arm, slot.repeat, slot.seed) for slot in plan_runs(settings)]
     if planned != [(run.order, run.arm, run.repeat, run.seed) for run in state.runs]:
         found.problems.append("the runs are not those that the settings plan, in that order")

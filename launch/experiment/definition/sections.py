@@ -281,13 +281,19 @@ class SloSettings(Section):
     tokens: Literal["prompt", "new"] = Field(default="prompt", description="tokens of the length-scaled objective")
 
     @model_validator(mode="after")
-    def _tokens_of_an_objective(self) -> SloSettings:
-        # By value: the record of an experiment has all defaults, and is parsed again.
-        if self.tokens != "prompt" and self.ttft_base_s is None and self.ttft_per_1k_tokens_s is None:
+    def _tokens_of_an_objective(self, info: ValidationInfo) -> SloSettings:
+        if is_recorded(info):  # earlier versions accepted it
+            return self
+        if self.tokens_unused:
             raise ValueError(
                 "tokens: is for the length-scaled objective: give ttft_base_s or ttft_per_1k_tokens_s too, or remove it"
             )
         return self
+
+    @property
+    def tokens_unused(self) -> bool:
+        """True if ``tokens`` is another than the default without the objective that it is for."""
+        return self.tokens != "prompt" and self.ttft_base_s is None and self.ttft_per_1k_tokens_s is None
 
 
 class ComparisonSettings(Section):

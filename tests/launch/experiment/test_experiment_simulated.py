@@ -173,6 +173,25 @@ def test_a_class_that_changes_during_the_experiment_fails_the_run(own: Path, tmp
     assert "module own_policy has changed since the experiment began" in ended.output
 
 
+def test_a_record_with_an_objective_s_tokens_alone_is_verified_with_a_warning(tmp_path: Path) -> None:
+    """Earlier versions accepted that."""
+    directory = tmp_path / "run"
+    config = written(tmp_path, arms={"plain": {"policy": "linear"}}, repeats=1)
+    assert CliRunner().invoke(app, ["experiment", "run", str(config), "--output", str(directory)]).exit_code == 0
+    path = directory / "experiment.json"
+    state = json.loads(path.read_text())
+    state["config"]["comparison"]["slo"]["tokens"] = "new"
+    path.write_text(json.dumps(state))
+    found = verify(directory)
+    assert (found.problems, found.warnings) == (
+        [],
+        ["comparison.slo.tokens has no effect: there is no length-scaled objective"],
+    )
+    state["runs"][0]["seed"] = 7
+    path.write_text(json.dumps(state))
+    assert "the runs are not those that the settings plan, in that order" in verify(directory).problems
+
+
 def test_compare_reads_every_setting_of_the_section_comparison() -> None:
     section = ComparisonSettings.model_validate(
         {
