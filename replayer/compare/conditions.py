@@ -83,7 +83,13 @@ def refuse_or_note(arms: Sequence[ArmRuns], trace: Trace | None, *, force: bool)
         )
     # Arms of an experiment have the fleets that its file gives them.
     declared = all(arm.configuration for arm in arms)
-    return [*unlike, *repeated, *warm, *_worth_telling(named, () if declared else _WORTH_TELLING_OPTIONS)]
+    return [
+        *unlike,
+        *repeated,
+        *warm,
+        *_shared(named),
+        *_worth_telling(named, () if declared else _WORTH_TELLING_OPTIONS),
+    ]
 
 
 def recorded_warnings(arms: Sequence[ArmRuns]) -> tuple[list[str], list[str]]:
@@ -165,6 +171,24 @@ def _repeated(arm: ArmRuns) -> list[str]:
                 "repeated, or a file was copied"
             ]
     return []
+
+
+def _shared(named: Sequence[tuple[str, ArmRun]]) -> list[str]:
+    """Runs that stand for several arms, as one file or as copies: nothing is learned from comparing a run with itself.
+
+    Runs with other headers are not among them: two policies may decide alike.
+    """
+    notes = []
+    seen: dict[tuple[object, ...], tuple[str, ArmRun]] = {}
+    for name, one in named:
+        times = ((record.request_id, record.sent_s, record.finished_s) for record in one.run.records)
+        other, first = seen.setdefault((msgspec.json.encode(one.run.header), *times), (name, one))
+        if first is one:
+            continue
+        same_file = one.path is not None and first.path is not None and one.path.samefile(first.path)
+        how = "are the same file" if same_file else "have the same content"
+        notes.append(f"{other} and {name} {how}: a run is compared with itself, which shows no difference")
+    return notes
 
 
 def _warm(name: str, one: ArmRun, trace: Trace | None) -> list[str]:

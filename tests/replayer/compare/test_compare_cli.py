@@ -107,6 +107,19 @@ def experiment_with(root: Path, comparison: dict[str, object]) -> Path:
 FULL = "the processors were full in 83% of the samples, so these figures are invalid; run again"
 
 
+def test_one_run_as_two_arms_is_named(invoke: Invoke, store: Store, tmp_path: Path) -> None:
+    run, other = make_run("linear"), make_run("linear", noise_seed=2)
+    path = store(run)
+    copy = tmp_path / "copy.jsonl"
+    copy.write_bytes(path.read_bytes())
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(path)
+    for second, how in ((path, "are the same file"), (link, "are the same file"), (copy, "have the same content")):
+        said = " ".join(invoke(path, second).output.split())
+        assert f"! 'linear' and 'linear (2)' {how}: a run is compared with itself" in said
+    assert "compared with itself" not in invoke(path, store(other)).output
+
+
 def test_runs_that_the_experiment_calls_invalid_are_named(invoke: Invoke, experiment: MakeExperiment) -> None:
     root = experiment()
     plan = json.loads((root / "experiment.json").read_text())
