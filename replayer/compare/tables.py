@@ -73,17 +73,17 @@ def _cell(cell: VerdictCell) -> Text:
 
 
 def print_details(console: Console, comparisons: Sequence[Comparison]) -> None:
-    """Print the table of replicates, every comparison with all its metrics, its fine print and its sentence."""
+    """Print every comparison with all its metrics, its fine print and its sentence, then the table of replicates."""
     from rich.text import Text
 
-    if comparisons[0].noise_floor:
-        console.print(floor_table(comparisons[0]))
-        console.print()
     for found in comparisons:
         console.print(effects_table(found))
         for note in [*_remarks(found), *found.notes]:
             console.print(Text(note), style="dim")
         console.print(Text(found.sentence), style="bold")
+        console.print()
+    if comparisons[0].noise_floor:
+        console.print(floor_table(comparisons[0]))
         console.print()
 
 
@@ -99,7 +99,7 @@ def effects_table(comparison: Comparison) -> Table:
     for name in ("baseline", "candidate"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("change, %", no_wrap=True)
-    for name in ("95 % interval", "p", "floor", "smallest"):
+    for name in ("95 % interval", "p", "noise\nfloor", "smallest\nfound"):
         table.add_column(name, justify="right", no_wrap=True)
     for effect in comparison.effects:
         cell = cell_of(effect)
@@ -117,10 +117,20 @@ def effects_table(comparison: Comparison) -> Table:
     repeated = f"{runs[0]} and {runs[1]} runs, " if max(runs) > 1 else ""
     table.caption = (
         f"{repeated}{pairing.both_ok} of {len(pairing.keys)} pairs OK in {'all' if repeated else 'both'}, "
-        f"{comparison.sessions} sessions. p: corrected by Holm over {comparison.family} tests; floor: smaller changes "
-        "(in %) are not called different; smallest: change found in 80 of 100 such experiments"
+        f"{comparison.sessions} sessions.\n"
+        f"p: corrected by Holm over {comparison.family} tests.\n"
+        f"noise floor, %: equal arms of so many runs differ by less in 95 of 100 cases{_source(comparison)}; a change "
+        "below it is never called better or worse.\n"
+        "smallest found, %: an experiment like this one finds a true change of this size in 80 of 100 cases."
     )
     return table
+
+
+def _source(comparison: Comparison) -> str:
+    """Source of the noise floor, in words."""
+    if comparison.noise_floor:
+        return ", by the noise between replicates (last table)"
+    return ", as assumed for single runs" if comparison.assumed_noise else ""
 
 
 def _remarks(comparison: Comparison) -> list[str]:
@@ -136,17 +146,28 @@ def floor_table(comparison: Comparison) -> Table:
     """Differences between replicates as a Rich table."""
     from rich.table import Table
 
-    table = Table(title="Replicates", title_justify="left", header_style="bold", **_PLAIN)
+    table = Table(
+        title="Replicates: differences between runs of one arm, %",
+        title_justify="left",
+        caption_justify="left",
+        header_style="bold",
+        **_PLAIN,
+    )
     table.add_column("metric", no_wrap=True)
-    for name in ("runs", "of arms", "scatter (1 SD)", "largest difference", "two runs, 95 %"):
+    for name in ("runs", "of arms", "1 SD", "largest seen", "floor of single runs"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in comparison.noise_floor:
         table.add_row(
             row.metric,
             str(row.runs),
             str(row.groups),
-            *(_around(value) for value in (row.scatter, row.largest, row.two_runs)),
+            *(_in_percent(value) for value in (row.scatter, row.largest, row.two_runs)),
         )
+    table.caption = (
+        "1 SD: standard deviation of a run about its arm. largest seen: between two runs of one arm.\n"
+        "floor of single runs: two runs of one arm differ by less in 95 of 100 cases, the noise floor of arms with one "
+        "run each. More runs lower the noise floor."
+    )
     return table
 
 
@@ -160,5 +181,5 @@ def goodput_lines(comparison: Comparison, slo: Slo) -> list[str]:
     ]
 
 
-def _around(value: float) -> str:
-    return f"±{value * 100:.1f} %" if np.isfinite(value) else "–"
+def _in_percent(value: float) -> str:
+    return f"{value * 100:.1f}" if np.isfinite(value) else "–"

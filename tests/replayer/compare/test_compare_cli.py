@@ -107,6 +107,23 @@ def experiment_with(root: Path, comparison: dict[str, object]) -> Path:
 FULL = "the processors were full in 83% of the samples, so these figures are invalid; run again"
 
 
+def test_details_explain_their_columns_within_80_columns(
+    invoke: Invoke, experiment: MakeExperiment, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(WIDE, "COLUMNS", "80")
+    shown = invoke(experiment(repeats=3), "--details").output
+    assert "…" not in "".join(line for line in shown.splitlines() if line.startswith("metric"))
+    assert re.search(r"^ +noise smallest$\n^metric .* p +floor +found$", shown, re.M)
+    assert re.search(r"^metric +runs +of arms +1 SD +largest seen +floor of single runs$", shown, re.M)
+    said = " ".join(shown.split())
+    assert "noise floor, %: equal arms of so many runs differ by less in 95 of 100 cases, by the noise between" in said
+    assert "floor of single runs: two runs of one arm differ by less in 95 of 100 cases" in said
+    assert said.index("smallest found, %:") < said.index("Replicates: ")
+    single = " ".join(invoke(store(make_run("a")), store(make_run("b", noise_seed=2)), "--details").output.split())
+    assert "differ by less in 95 of 100 cases, as assumed for single runs; a change below it" in single
+    assert "Replicates" not in single
+
+
 def test_one_run_as_two_arms_is_named(invoke: Invoke, store: Store, tmp_path: Path) -> None:
     run, other = make_run("linear"), make_run("linear", noise_seed=2)
     path = store(run)
