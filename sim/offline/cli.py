@@ -247,6 +247,8 @@ def simulate_command(
             _stop("--look-ahead-s is for streams: give --stream too")
         if sweep and (stream or breakdown_output is not None):
             _stop("--sweep cannot be given together with --stream or --breakdown-output")
+        if breakdown_output is not None and breakdown_output.resolve() == (output or Path("run.jsonl")).resolve():
+            _stop("--output and --breakdown-output name one file: give two")
         if sweep:
             failed = _sweep(setup, sweep, output or Path("sweep"), jobs, ray=ray, resume=resume)
             raise typer.Exit(1 if failed else 0)
@@ -291,6 +293,11 @@ def _show(setup: Setup, ran: Ran, took_s: float, output: Path) -> None:
     console.print(sessions_table(rows))
     for error, count in ran.outcome.errors.items():
         console.print(f"failed: {count:,} x {error}", markup=False, soft_wrap=True)
+    if short := ran.outcome.short_outputs:
+        console.print(
+            f"outputs cut short: {short:,}, where prompt and output exceed --max-model-len (at most the KV pool)",
+            soft_wrap=True,
+        )
     console.print(load_line(ran), markup=False, soft_wrap=True)
     requests = ran.end.requests
     console.print(f"{requests:,} requests in {took_s:.1f} s, reading the trace included", soft_wrap=True)

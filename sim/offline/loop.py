@@ -146,7 +146,11 @@ class Simulation:
         if self._too_long(instance, request):
             exchange.commitment.retract(instance)
             limit = self._fleet.engines[instance].config.max_model_len
-            message = f"HTTP 400: {request.prompt_tokens} prompt tokens leave no room in {limit} (--max-model-len)"
+            # The limit first: errors that begin alike are counted together.
+            message = (
+                f"HTTP 400: no room for prompt and output in {limit} tokens (--max-model-len, at most the KV pool): "
+                f"the prompt has {request.prompt_tokens}"
+            )
             self._end(exchange, self._fleet.now_s, error=message)
             return
         self._submit(exchange, request.max_tokens, None)

@@ -28,7 +28,9 @@ class SimulatedOutcome:
         self.cached_tokens = 0
         self.error_tokens = 0
         """Sum of |predicted - actual| cached tokens."""
-        self.errors: dict[str, int] = {}
+        self.short_outputs = 0
+        """Successful requests with fewer output tokens than the trace has."""
+        self._errors: dict[str, tuple[str, int]] = {}
         self.finished_s = 0.0
         self.sessions = SessionTally(costs or IdleCosts())
         """Times of sessions; the owner of the run reports to it which sessions are over."""
@@ -40,10 +42,13 @@ class SimulatedOutcome:
         self.finished_s = max(self.finished_s, record.finished_s or 0.0)
         self.sessions.add(record)
         if not record.ok:
-            kind = (record.error or "unknown").split(":")[0]
-            self.errors[kind] = self.errors.get(kind, 0) + 1
+            error = record.error or "unknown"
+            kind = error.partition(":")[0]
+            first, count = self._errors.get(kind, (error, 0))
+            self._errors[kind] = first, count + 1
             return
         self.ok += 1
+        self.short_outputs += (record.completion_tokens or 0) < record.output_length
         cached = record.cached_tokens or 0
         self.prompt_tokens += record.prompt_tokens or 0
         self.cached_tokens += cached
@@ -53,6 +58,11 @@ class SimulatedOutcome:
             value = getattr(record, name)
             if value is not None:
                 values.append(value)
+
+    @property
+    def errors(self) -> dict[str, int]:
+        """Failed requests by reason: the first error of a kind, and the number of all of that kind."""
+        return dict(self._errors.values())
 
     def figures(self) -> dict[str, float | int | None]:
         """All figures by name (None: no value): counts, ``apc``, latencies and times of sessions.

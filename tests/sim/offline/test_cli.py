@@ -20,12 +20,13 @@ from replayer.cli import register as register_replayer
 from replayer.records.runs import read_run
 from replayer.report.page import read_breakdown, summarise_arm
 from replayer.traces.formats import bailian
+from replayer.traces.trace import TraceRequest
 from sim.offline.cli import simulate_command
 from sim.offline.running import new_files
 from sim.offline.setup import SETTING_OF_OPTION, Setup
 from sim.offline.simulate import SimOptions
 from sim.server.settings import ServerSettings
-from tests.sim.offline.offline_runs import agents
+from tests.sim.offline.offline_runs import agents, conversation
 
 ROOT = Path(__file__).parents[3]
 
@@ -72,6 +73,23 @@ def test_a_simulation_without_any_success_exits_1(trace: Path, tmp_path: Path) -
     said = call("simulate", trace, "-o", tmp_path / "run.jsonl", "--max-model-len", 16, code=1)
     assert "error: none of 60 requests succeeded" in said
     assert len(read_run(tmp_path / "run.jsonl").records) == 60
+
+
+def test_requests_beyond_the_longest_context_are_reported_with_the_limit(tmp_path: Path) -> None:
+    """One whose prompt leaves no room, two, and one whose output has room for 4 of its 9 tokens."""
+    path, run = tmp_path / "long.jsonl", tmp_path / "run.jsonl"
+    bailian.write(path, [one for first, blocks in ((1, 5), (2, 6), (3, 3)) for one in long_request(first, blocks)])
+    said = call("simulate", path, "-o", run, "--instances", 2, "--pool-tokens", 300)
+    refused = "HTTP 400: no room for prompt and output in 256 tokens (--max-model-len, at most the KV pool)"
+    assert f"failed: 2 x {refused}: the prompt has 327\n" in said
+    assert "failed, 2x: HTTP 400: no room" in call("summary", run)
+    roomy = call("simulate", path, "-o", tmp_path / "roomy.jsonl", "--max-model-len", 395)
+    assert "outputs cut short: 1, where prompt and output exceed --max-model-len (at most the KV pool)" in roomy
+    assert "failed" not in roomy
+
+
+def long_request(chat_id: int, blocks: int) -> list[TraceRequest]:
+    return conversation((float(chat_id), blocks, 9), session=f"s{chat_id}", first_id=chat_id)
 
 
 def test_options_reach_the_run(trace: Path, tmp_path: Path) -> None:
@@ -262,6 +280,8 @@ def test_bad_input_is_reported_and_leaves_no_file(
 def test_a_missing_trace_and_an_existing_output_are_refused(trace: Path, tmp_path: Path) -> None:
     assert "no such trace" in call("simulate", tmp_path / "none.jsonl", "-o", tmp_path / "run.jsonl", code=2)
     run = tmp_path / "old.jsonl"
+    one = call("simulate", trace, "-o", run, "--breakdown-output", tmp_path / "." / "old.jsonl", code=2)
+    assert "--output and --breakdown-output name one file" in one
     run.write_text("precious")
     assert "already exists" in call("simulate", trace, "-o", run, code=2)
     assert run.read_text() == "precious"

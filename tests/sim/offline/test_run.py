@@ -149,7 +149,7 @@ def test_a_prompt_that_fits_no_instance_is_refused_and_its_session_continues() -
     assert (first.ok, second.ok, third.ok) == (True, False, True)
     assert second.http_status == 400
     assert second.error is not None
-    assert "6407 prompt tokens" in second.error
+    assert "the prompt has 6407" in second.error
     assert third.sent_s == pytest.approx(10.0)
     assert set(result.ledger.values()) == {0}
     assert summarise(result.run).ok == 2
