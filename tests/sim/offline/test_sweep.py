@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,6 +23,8 @@ from sim.offline.setup import Setup, changed, parsed_params
 from sim.offline.sweeps.journal import JOURNAL
 from sim.offline.sweeps.sweep import Point, PointResult, in_processes, on_ray, points_of, run_sweep, simulate_point
 from tests.sim.offline.offline_runs import agents
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +179,33 @@ def test_an_error_that_a_process_cannot_send_back_is_recorded(trace: Path) -> No
     results = {point.name: result for point, result in in_processes(2)(points)}
     assert "pickle" in str(results[points[0].name].error)
     assert results[points[1].name].error is None
+
+
+def documented(command: str) -> list[list[list[str]]]:
+    """Arguments of a command in the code blocks of the documents, one list for each block that has it."""
+    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+    blocks = [block for page in pages for block in re.findall(r"^```\w*\n(.*?)^```", page.read_text(), re.S | re.M)]
+    lines = [[line.removeprefix("$ ") for line in block.replace("\\\n", " ").splitlines()] for block in blocks]
+    found = [[shlex.split(line, comments=True) for line in block if line.startswith(command)] for block in lines]
+    return [block for block in found if block]
+
+
+def given(arguments: list[str], option: str) -> list[str]:
+    return [value for name, value in itertools.pairwise(arguments) if name == option]
+
+
+def test_sweeps_in_the_documents_can_be_simulated(trace: Path) -> None:
+    commands = [one for block in documented("warmroute simulate") for one in block if "--sweep" in one]
+    assert len(commands) >= 4
+    for command in commands:
+        base = Setup(trace=str(trace), policy=(given(command, "--policy") or ["warm"])[0])
+        assert len(points_of(base, given(command, "--sweep"))) > 1, command
+
+
+def test_simulations_that_follow_each_other_in_the_documents_write_different_files() -> None:
+    for block in documented("warmroute simulate"):
+        outputs = [given(command, "-o")[:1] or ["run.jsonl"] for command in block]
+        assert len(outputs) == len({output for [output] in outputs}), block
 
 
 def test_nothing_is_written_over(trace: Path, tmp_path: Path) -> None:
