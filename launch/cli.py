@@ -179,7 +179,7 @@ def down(fleet: Running = None, run_dir: RunDir = None) -> None:
     if state.running or state.supervised or marked(state.marks):
         named = [f"{process.name} (pid {process.pid})" for process in state.running]
         _stop(f"still running: {', '.join(named) or ', '.join(f'pid {pid}' for pid in marked(state.marks))}")
-    typer.echo(f"{directory}: stopped {count} processes")
+    typer.echo(f"{directory}: stopped {count} {'process' if count == 1 else 'processes'}")
 
 
 def state_table(state: FleetRecord, directory: Path) -> Table:

@@ -16,6 +16,7 @@ from launch.arm import ArmResult, run_arm
 from launch.demo.settings import DemoArmSettings, DemoSettings
 from replayer.compare.runs import Comparison
 from replayer.compare.tables import print_verdict
+from replayer.records.counted import counted
 from replayer.records.runs import RequestRecord
 from replayer.replay.plan import Plan, PlanOptions
 from replayer.replay.replay import ReplayOptions
@@ -40,8 +41,9 @@ async def run_demo(settings: DemoSettings, run_dir: Path, base_port: int, consol
     trace = await asyncio.to_thread(make_trace, settings, run_dir / TRACE_FILE)
     engines = settings.fleet_of(settings.arms[0]).instances
     console.print(
-        f"{len(trace.requests)} requests of {len(trace.sessions())} sessions; {engines} simulated engines running "
-        f"{settings.clock_scale:g} times faster than real time; {len(settings.arms)} policies",
+        f"{counted(len(trace.requests), 'request')} of {counted(len(trace.sessions()), 'session')}; "
+        f"{counted(engines, 'simulated engine')} running {settings.clock_scale:g} times faster than real time; "
+        f"{len(settings.arms)} policies",
         soft_wrap=True,
     )
     results: list[ArmResult] = []

@@ -17,6 +17,7 @@ from launch.doctor.versions import (
     remarks,
     tested_row,
 )
+from replayer.records.counted import counted
 
 _LONG_ABORT_S = 120
 _DEFAULT_ABORT_S = 480
@@ -210,7 +211,7 @@ def fleet_start(facts: Facts) -> Iterator[Result]:
     for summary in facts.fleet.start_problems:
         yield problem(summary, "fix the fleet file or this machine; the sentence names the key")
     if not facts.fleet.start_problems:
-        yield ok(f"{facts.fleet.source}: {len(facts.fleet.engines)} engines can be started")
+        yield ok(f"{facts.fleet.source}: {counted(len(facts.fleet.engines), 'engine')} can be started")
 
 
 def flag(command: list[str], name: str) -> str | None:

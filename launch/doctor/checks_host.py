@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from launch.doctor.facts import Facts, FleetEngineFacts
 from launch.doctor.findings import Result, check, gibibytes, note, ok, problem, warning
 from launch.fleet.checks import ALLOCATOR_VARIABLES, NVLINK_VARIABLE
+from replayer.records.counted import counted
 
 _NOFILE_MINIMUM, _NOFILE_ADVISED = 4096, 65536
 _SHM_ADVISED_BYTES = 1 << 30
@@ -84,11 +85,11 @@ def memory(facts: Facts) -> Iterator[Result]:
     needed = sum(_needed_bytes(engine) for engine in engines)
     if needed > available:
         yield problem(
-            f"{summary}; {len(engines)} engines need some {gibibytes(needed)}",
+            f"{summary}; some {gibibytes(needed)} needed by {counted(len(engines), 'engine')}",
             "start fewer engines, or with smaller KV pools",
         )
     elif needed:
-        yield ok(f"{summary}; {len(engines)} engines need some {gibibytes(needed)}")
+        yield ok(f"{summary}; some {gibibytes(needed)} needed by {counted(len(engines), 'engine')}")
     else:
         yield ok(summary)
 
@@ -174,7 +175,7 @@ def nvlink_variable(facts: Facts) -> Iterator[Result]:
             f"only {', '.join(with_it)} have {NVLINK_VARIABLE}", "set it for all engines that exchange KV, or for none"
         )
     elif with_it:
-        yield ok(f"{NVLINK_VARIABLE} is set for all {len(moving)} engines")
+        yield ok(f"{NVLINK_VARIABLE} is set for {counted(len(moving), 'engine')}")
     else:
         yield ok(f"{NVLINK_VARIABLE} is not set")
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from replayer.records.counted import counted
+
 if TYPE_CHECKING:
     from launch.experiment.definition.file import LoadedExperiment
     from launch.experiment.definition.inputs import Inputs
@@ -123,8 +125,8 @@ def plan(config: Config, settings: Overrides = None, as_json: AsJson = False) ->
     if least_s is None:
         requests = offered.requests * len(slots)
         time_expected = (
-            f"expected time: {requests:,} requests to simulate, one process for each of {len(slots)} runs; `status` "
-            "estimates it once some are done"
+            f"expected time: {counted(requests, 'request')} to simulate, one process for each of "
+            f"{counted(len(slots), 'run')}; `status` estimates it once some are done"
         )
     else:
         starts = expected.in_words(expected.start_limit_s(experiment, fleets))
@@ -185,9 +187,10 @@ def verify(directory: Directory, as_json: AsJson = False) -> None:
         console.print(f"problem: {problem}", style="red", markup=False, soft_wrap=True)
     for warning in found.warnings:
         console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
-    verdict = "sound" if found.sound else f"{len(found.problems)} problems"
+    verdict = "sound" if found.sound else counted(len(found.problems), "problem")
     console.print(
-        f"{directory}: {verdict} ({found.runs} runs, {found.requests:,} requests, {found.files} files hashed)",
+        f"{directory}: {verdict} ({counted(found.runs, 'run')}, {counted(found.requests, 'request')}, "
+        f"{counted(found.files, 'file')} hashed)",
         markup=False,
         soft_wrap=True,
     )

@@ -15,6 +15,7 @@ from launch.experiment.definition.file import ExperimentSettings
 from launch.experiment.definition.order import Slot
 from launch.experiment.records.expected import in_words
 from launch.experiment.records.state import DONE, ExperimentState, RunState
+from replayer.records.counted import counted
 from replayer.records.runs import RequestRecord
 
 _COLOURS = {"done": "green", "refused": "red", "failed": "red", "interrupted": "yellow", "running": "cyan"}
@@ -81,7 +82,9 @@ class ConsoleObserver:
 
 def plan_table(settings: ExperimentSettings, slots: list[Slot]) -> Table:
     """The runs in the order of execution."""
-    table = Table(title=escape(f"{settings.name}: {len(slots)} runs, {settings.order}"), title_justify="left")
+    table = Table(
+        title=escape(f"{settings.name}: {counted(len(slots), 'run')}, {settings.order}"), title_justify="left"
+    )
     for name in ("run", "repeat", "seed"):
         table.add_column(name, justify="right")
     for name in ("arm", "policy", "planner", "admission"):

@@ -16,6 +16,7 @@ from launch.experiment.records.freshness import Known, SimulatedProof, read_proo
 from launch.experiment.records.record import ARM_FILE, ArmRecord
 from launch.experiment.records.state import CONFIG_FILE, ExperimentState, RunState
 from launch.freshness.proof import CLOCK_TOLERANCE_S, FRESH_FILE, FreshProof
+from replayer.records.counted import counted
 from replayer.records.runs import RecordError, Run, read_run
 from replayer.traces.formats.source import file_sha256
 
@@ -128,7 +129,9 @@ def _check_run(
     if (folder / BREAKDOWN_FILE).is_file():
         rows = sum(1 for line in (folder / BREAKDOWN_FILE).read_bytes().splitlines() if line.strip())
         if rows != len(measured.records):
-            found.warnings.append(f"{run.name}: {rows} breakdown rows for {len(measured.records)} requests")
+            found.warnings.append(
+                f"{run.name}: {counted(rows, 'breakdown row')} for {counted(len(measured.records), 'request')}"
+            )
     found.warnings += [f"{run.name}: {warning}" for warning in run.warnings]
     try:
         record = msgspec.json.decode((folder / ARM_FILE).read_bytes(), type=ArmRecord)
@@ -147,7 +150,7 @@ def _disagreements(
     if measured.incomplete:
         differences.append(f"its records are not complete ({measured.incomplete})")
     if run.requests != len(measured.records):
-        differences.append(f"{len(measured.records)} records, but the state has {run.requests}")
+        differences.append(f"{counted(len(measured.records), 'record')}, but the state has {run.requests}")
     expected: dict[str, object] = {
         "label": run.arm,
         "trace_sha256": state.trace.sha256,

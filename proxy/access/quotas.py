@@ -146,7 +146,12 @@ class Quota:
         """
         bound = self._max_concurrent
         if bound is not None and self.in_flight + self.elsewhere.in_flight >= bound:
-            raise self._refusal(KeyLimit.CONCURRENT, bound, f"{bound} requests are in flight", 1.0)
+            raise self._refusal(
+                KeyLimit.CONCURRENT,
+                bound,
+                "1 request is in flight" if bound == 1 else f"{bound} requests are in flight",
+                1.0,
+            )
         requests, tokens = self._requests, self._tokens
         if requests is not None and (wait_s := requests.wait_s(now_s)):
             raise self._refusal(KeyLimit.REQUESTS, requests.per_min, "too many requests per minute", wait_s)
@@ -172,7 +177,12 @@ class Quota:
             if self._sessions_beside(session) >= bound:
                 # With all in flight nobody knows when one ends.
                 wait_s = next(iter(self._idle.values())) + SESSION_S - now_s if self._idle else 5.0
-                raise self._refusal(KeyLimit.SESSIONS, bound, f"{bound} sessions are active", wait_s)
+                raise self._refusal(
+                    KeyLimit.SESSIONS,
+                    bound,
+                    "1 session is active" if bound == 1 else f"{bound} sessions are active",
+                    wait_s,
+                )
             self._digested = None
         self._active[session] += 1
         self.changes += 1

@@ -50,7 +50,8 @@ def frame(
         instances, decisions = _rows(instances, decisions, height - _lines(parts, width))
     parts.append(_fleet(figures.instances[:instances], width))
     if hidden := len(figures.instances) - instances:
-        parts.append(Text(f"  {hidden} more instances, less loaded", style="dim", no_wrap=True, overflow="ellipsis"))
+        more = f"  {hidden} more instance{'s' if hidden > 1 else ''}, less loaded"
+        parts.append(Text(more, style="dim", no_wrap=True, overflow="ellipsis"))
     if decisions or height is None:
         parts.append(_decisions(figures.last[:decisions], width))
     return Group(*parts)

@@ -195,6 +195,8 @@ class Breaker:
         if now_s < self._doubted_until_s:
             return f"a request failed after another replica stopped using it: {why}"
         if self.failures_in_a_row >= settings.unhealthy_after:
+            if self.failures_in_a_row == 1:
+                return f"a request failed: {why}"
             return f"{self.failures_in_a_row} requests in a row failed, the last: {why}"
         failures, requests = self._failures.total(now_s), self._requests.total(now_s)
         if requests >= settings.window_min_requests and failures >= settings.failure_ratio * requests:

@@ -23,6 +23,7 @@ from replayer.compare.noise_floor import RunNoise, design_floor
 from replayer.compare.statistics.bootstrap import FloatArray
 from replayer.compare.statistics.power import smallest_detectable
 from replayer.compare.statistics.tests import ALPHA, Effect, Verdict, holm, satterthwaite, t_quantile, two_sided_p
+from replayer.records.counted import counted
 
 MIN_SESSIONS = 10
 """Below this many sessions a cluster bootstrap's intervals are far too narrow; nothing is judged."""
@@ -79,7 +80,7 @@ def estimate(
         generator: seeded, for the draws of runs.
     """
     if baseline.sessions < MIN_SESSIONS:
-        return f"only {baseline.sessions} sessions; at least {MIN_SESSIONS} are needed"
+        return f"only {counted(baseline.sessions, 'session')}; at least {MIN_SESSIONS} are needed"
     with np.errstate(invalid="ignore"):
         difference = float(candidate.points.mean() - baseline.points.mean())
     if not np.isfinite(difference):

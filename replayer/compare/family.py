@@ -17,6 +17,7 @@ from replayer.compare.pairing import Pairing, align, pair
 from replayer.compare.statistics.bootstrap import BoolArray, SessionBootstrap
 from replayer.compare.statistics.tests import Effect
 from replayer.compare.window import choose_window
+from replayer.records.counted import counted
 
 _FEW = 4
 """Below so many degrees of freedom, a note states that the noise between runs is poorly known."""
@@ -235,9 +236,9 @@ def _left_over(pairing: Pairing, names: tuple[str, str]) -> list[str]:
         (names[1], pairing.unmatched_candidate, pairing.failed_candidate),
     ):
         if unmatched:
-            notes.append(f"{unmatched} requests of '{name}' are not in the other run and were left out")
+            notes.append(f"{counted(unmatched, 'request')} of '{name}' left out, not in the other run")
         if failed:
-            notes.append(f"{failed} paired requests failed in '{name}'; their times are left out of both arms")
+            notes.append(f"{counted(failed, 'paired request')} failed in '{name}', left out of the times of both arms")
     return notes
 
 

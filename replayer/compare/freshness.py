@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from replayer.compare.pairing import silence_as_zero
+from replayer.records.counted import counted
 from replayer.records.json_errors import BAD_JSON
 from replayer.records.runs import RequestRecord, Run
 from replayer.traces.trace import Trace
@@ -155,7 +156,7 @@ def _beyond_trace(records: list[RequestRecord], trace: Trace) -> list[str]:
     if not prompts or excess_tokens <= MAX_IMPOSSIBLE_SHARE * prompts:
         return []
     return [
-        f"{impossible} requests found more cached than the trace's earlier requests could have left "
+        f"{counted(impossible, 'request')} found more cached than the trace's earlier requests could have left "
         f"({excess_tokens:,} tokens, {excess_tokens / prompts:.1%} of all prompt tokens)"
     ]
 

@@ -10,6 +10,7 @@ import numpy as np
 from replayer.compare.goodput import Slo, SloTokens, meets_fixed, meets_scaled
 from replayer.compare.pairing import Columns, Requests
 from replayer.compare.statistics.bootstrap import BoolArray, FloatArray, SessionBootstrap
+from replayer.records.counted import counted
 
 QUANTILES = (0.5, 0.9, 0.99)
 TIMES = (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("E2E", "e2e_s"))
@@ -189,7 +190,7 @@ class Evaluator:
         )
         # Equal values at the quantile leave nothing beyond it, and nothing to be unsure of.
         if 0 < sessions < MIN_TAIL_SESSIONS:
-            return f"the requests beyond it come from only {sessions} sessions"
+            return f"the requests beyond it come from only {counted(sessions, 'session')}"
         return ""
 
     def _ratio(self, metric: Metric, runs: Sequence[int], kept: BoolArray) -> Values:

@@ -11,6 +11,7 @@ import numpy as np
 from replayer.compare.goodput import Slo
 from replayer.compare.matrix import Matrix, leader_sentence, matrix_of
 from replayer.compare.verdict import VerdictCell, baseline_value, cell_of
+from replayer.records.counted import counted
 from replayer.records.readable import format_points
 
 if TYPE_CHECKING:
@@ -117,8 +118,8 @@ def effects_table(comparison: Comparison) -> Table:
     repeated = f"{runs[0]} and {runs[1]} runs, " if max(runs) > 1 else ""
     table.caption = (
         f"{repeated}{pairing.both_ok} of {len(pairing.keys)} pairs OK in {'all' if repeated else 'both'}, "
-        f"{comparison.sessions} sessions.\n"
-        f"p: corrected by Holm over {comparison.family} tests.\n"
+        f"{counted(comparison.sessions, 'session')}.\n"
+        f"p: corrected by Holm over {counted(comparison.family, 'test')}.\n"
         f"noise floor, %: equal arms of so many runs differ by less in 95 of 100 cases{_source(comparison)}; a change "
         "below it is never called better or worse.\n"
         "smallest found, %: an experiment like this one finds a true change of this size in 80 of 100 cases."

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from replayer.compare.statistics.bootstrap import BoolArray, FloatArray, IntArray
+from replayer.records.counted import counted
 
 COLD_SHARE = 0.1
 """Share of the plan's prompt tokens that fill the caches before anything counts."""
@@ -48,11 +49,11 @@ class Window:
             return ""
         parts = []
         if self.cold:
-            parts.append(f"{self.cold} requests planned in the first {self.first_s:.1f} s")
+            parts.append(f"{counted(self.cold, 'request')} planned in the first {self.first_s:.1f} s")
         if self.drain:
             parts.append(f"{self.drain} planned in the last {self.span_s - self.last_s:.1f} s")
         rule = "cold start and drain, by the plan" if self.automatic else "as asked"
-        return f"{' and '.join(parts)} were left out of every arm ({rule}); --keep-all keeps them"
+        return f"left out of every arm ({rule}): {' and '.join(parts)}; --keep-all keeps them"
 
 
 def planned_times(trace_timestamps_s: FloatArray, time_scale: float) -> FloatArray:

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
+from replayer.records.counted import counted
 from replayer.records.runs import RecordError, RequestRecord, RunEnd, RunHeader, encode_line, read_run
 
 _SAME = ("trace_sha256", "time_scale", "think_scale", "clock_scale", "request_limit", "seed", "model")
@@ -61,7 +62,7 @@ class Journal:
         if run.end is not None and run.incomplete:
             raise RecordError(f"{self.path}: {run.incomplete}; it cannot be resumed, replay again to another --output")
         if run.end is not None:
-            raise RecordError(f"{self.path}: is complete ({run.end.requests} requests); nothing to resume")
+            raise RecordError(f"{self.path}: is complete ({counted(run.end.requests, 'request')}); nothing to resume")
         self.recorded = {record.request_id: record for record in run.records}
 
     def _write(self, item: RunHeader | RequestRecord | RunEnd) -> None:
@@ -71,8 +72,8 @@ class Journal:
         except OSError as error:
             self._broken = True
             raise RecordError(
-                f"{self.path}: cannot be written ({error.strerror}); it has {self.count} records, continue with "
-                "--resume once that is fixed"
+                f"{self.path}: cannot be written ({error.strerror}); it has {counted(self.count, 'record')}, "
+                "continue with --resume once that is fixed"
             ) from error
 
     def add(self, record: RequestRecord) -> None:

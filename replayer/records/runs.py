@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from replayer.records.counted import counted
 from replayer.records.idle import IdleCosts
 from replayer.records.json_errors import BAD_JSON
 
@@ -163,7 +164,8 @@ class Run(NamedTuple):
         if self.end is None:
             return "its last line is missing"
         if self.end.requests != len(self.records):
-            return f"the file is damaged: its last line counts {self.end.requests} requests, it has {len(self.records)}"
+            counts = counted(self.end.requests, "request")
+            return f"the file is damaged: its last line counts {counts}, it has {len(self.records)}"
         return ""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich import box
 from rich.table import Table
 
+from replayer.records.counted import counted
 from replayer.records.sessions import SessionFigures, SessionSpread
 from replayer.records.summary import Quantiles, Summary
 
@@ -34,7 +35,7 @@ def summary_lines(summary: Summary) -> list[str]:
     remedy = "continue with --resume" if summary.resumable else "replay again"
     state = "complete" if summary.complete else f"INCOMPLETE ({summary.incomplete}; {remedy})"
     lines = [
-        f"{summary.requests} requests{planned}, {summary.ok} ok, {state}; "
+        f"{counted(summary.requests, 'request')}{planned}, {summary.ok} ok, {state}; "
         f"{summary.span_s:,.1f} s, {summary.requests_per_s:,.3f} ok requests/s"
     ]
     if summary.apc is not None:
@@ -44,13 +45,13 @@ def summary_lines(summary: Summary) -> list[str]:
     if summary.predicted_requests:
         error = summary.predicted_error_tokens
         lines.append(
-            f"predicted against actual cached tokens, {summary.predicted_requests} requests: mean error "
+            f"predicted against actual cached tokens, {counted(summary.predicted_requests, 'request')}: mean error "
             f"{error.mean:,.0f}, p90 {error.p90:,.0f}, bias {summary.predicted_bias_tokens:+,.0f} tokens"
         )
     if summary.offloaded:
-        lines.append(f"{summary.offloaded} requests were prefilled on another instance")
+        lines.append(f"{counted(summary.offloaded, 'request')} prefilled on another instance")
     if summary.short_outputs:
-        lines.append(f"{summary.short_outputs} successful requests gave fewer tokens than requested")
+        lines.append(f"{counted(summary.short_outputs, 'successful request')} gave fewer tokens than requested")
     if summary.total.ttft_scheduled_s.n:
         lines.append(f"TTFT from the scheduled time, p50/p90/p99: {_three(summary.total.ttft_scheduled_s)} s")
     if summary.total.e2e_scheduled_s.n:

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from replayer.records.counted import counted
 from replayer.replay.own_prefix import PromptMarks
 from replayer.traces.ideal import cached_tokens
 from replayer.traces.numbers import is_not_negative, is_positive
@@ -233,7 +234,7 @@ def describe(offered: OfferedLoad) -> list[tuple[str, str]]:
     """The offered load as rows of a table."""
     cut = f" ({offered.cut_sessions} of them cut)" if offered.cut_sessions else ""
     return [
-        ("requests", f"{offered.requests:,} in {offered.sessions:,} sessions{cut}"),
+        ("requests", f"{offered.requests:,} in {counted(offered.sessions, 'session')}{cut}"),
         ("span", f"{offered.span_s:,.1f} s"),
         ("requests/s", f"{offered.requests_per_s:,.3f}"),
         ("prompt tokens/s", f"{offered.prompt_tokens_per_s:,.0f}"),

@@ -8,6 +8,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from replayer.records.counted import counted
 from replayer.records.runs import RequestRecord
 from replayer.replay.plan import Plan
 from replayer.replay.tables import offered_table
@@ -36,7 +37,8 @@ class ReplayProgress:
         self._console.print(offered_table(plan.offered))
         if recorded:
             self._console.print(
-                f"resuming: {recorded} requests are recorded; the engines' caches are not those of an unbroken run",
+                f"resuming: {counted(recorded, 'request')} recorded; "
+                "the engines' caches are not those of an unbroken run",
                 markup=False,
                 soft_wrap=True,
             )

@@ -25,6 +25,7 @@ from replayer.compare.cli import (
     SkipLast,
     given_options,
 )
+from replayer.records.counted import counted
 
 if TYPE_CHECKING:
     from replayer.compare.arms import ArmRuns
@@ -140,7 +141,7 @@ def report_command(
     for refusal in refusals:
         typer.echo(refusal, err=True)
     if drawn:
-        console.print(Text(f"{len(drawn)} files of figures: {figures}"), soft_wrap=True)
+        console.print(Text(f"{counted(len(drawn), 'file')} of figures: {figures}"), soft_wrap=True)
     console.print(Text(f"Open the report: {output}"), soft_wrap=True)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from replayer.records.counted import counted
 from replayer.records.readable import DASH
 from replayer.report.inputs import OneRun
 
@@ -72,7 +73,7 @@ def _freshness(label: str, one: OneRun) -> Freshness:
         problems.append("the proof names no engine")
     if problems:
         return Freshness(label, one.repeat, file, "not fresh", "; ".join(problems))
-    proof = f"{len(engines)} engines started for this run, caches and counters empty"
+    proof = f"{counted(len(engines), 'engine')} started for this run, caches and counters empty"
     proof += f"; GPUs: {gpus['status']}" if gpus.get("status") else ""
     return Freshness(label, one.repeat, file, "fresh", proof)
 

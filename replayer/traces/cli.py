@@ -7,6 +7,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from replayer.records.counted import counted
 from replayer.traces.load_options import (
     AllowDeltas,
     BlockTokens,
@@ -140,7 +141,8 @@ def synth_command(
     console = Console()
     console.print(targets_table(compare_with_targets(trace, length_scale, gap_scale)))
     console.print(
-        f"written: {output} ({requests:,} requests, {len(trace.sessions()):,} sessions, {trace.duration_s:,.0f} s)",
+        f"written: {output} ({counted(requests, 'request')}, {counted(len(trace.sessions()), 'session')}, "
+        f"{trace.duration_s:,.0f} s)",
         markup=False,
         soft_wrap=True,
     )
@@ -182,7 +184,7 @@ def repeat_command(
         count = bailian.write(output, repeated(whole, times))
     except (OverwritesInputError, TraceError, OSError) as error:
         _stop(error)
-    typer.echo(f"written: {output} ({count:,} requests, {len(whole.sessions()) * times:,} sessions)")
+    typer.echo(f"written: {output} ({counted(count, 'request')}, {counted(len(whole.sessions()) * times, 'session')})")
 
 
 def _stop(error: object) -> NoReturn:

@@ -14,6 +14,7 @@ from typing import Literal
 
 import msgspec
 
+from replayer.records.counted import counted
 from replayer.traces.chaining import Chainer
 from replayer.traces.formats import Format, agent_text, bailian, detect_format, lengths, mooncake, weka
 from replayer.traces.formats.checks import (
@@ -226,7 +227,7 @@ def load(path: str | Path, options: LoadOptions | None = None) -> Trace:
         requests.append(request)
     notes = opened.notes
     if trimmed:
-        notes.append(f"{trimmed} requests had one id too many; the last was dropped")
+        notes.append(f"{counted(trimmed, 'request')} had one id too many; the last was dropped")
     if any(later.timestamp_s < earlier.timestamp_s for earlier, later in pairwise(requests)):
         # Stable: requests of one instant keep the file's order.
         requests.sort(key=lambda request: request.timestamp_s)
@@ -246,7 +247,9 @@ def load(path: str | Path, options: LoadOptions | None = None) -> Trace:
         notes.append(f"the trace has no sessions; {found} derived by prefix chaining (--sessions single: none)")
     renumbered = order_turns(requests, where)
     if renumbered and opened.format is not Format.AGENT_TEXT:
-        notes.append(f"{renumbered} sessions branch or repeat turn numbers; their turns were renumbered in time order")
+        notes.append(
+            f"{counted(renumbered, 'session')} with branches or repeated turn numbers; renumbered in time order"
+        )
     _refuse_deltas(requests, options, opened.format, where, notes)
     return Trace(
         requests=requests,
@@ -286,8 +289,8 @@ def _chain(requests: list[TraceRequest], options: LoadOptions, where: str, notes
             )
     if rechainer.requests:
         notes.append(
-            f"{rechainer.requests} requests held ids that follow different parents; renumbered as {rechainer.ids} "
-            "new ids (prefix caches hash a block with all before it)"
+            f"{counted(rechainer.requests, 'request')} held ids that follow different parents; "
+            f"renumbered as {rechainer.ids} new ids (prefix caches hash a block with all before it)"
         )
 
 

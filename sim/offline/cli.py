@@ -12,6 +12,7 @@ import typer
 
 from policies.admission.base import DEFAULT_RULE, MAX_HOLD_S
 from policies.types import Role
+from replayer.records.counted import counted
 from replayer.traces.load_options import (
     AllowDeltas,
     BlockTokens,
@@ -300,7 +301,7 @@ def _show(setup: Setup, ran: Ran, took_s: float, output: Path) -> None:
         )
     console.print(load_line(ran), markup=False, soft_wrap=True)
     requests = ran.end.requests
-    console.print(f"{requests:,} requests in {took_s:.1f} s, reading the trace included", soft_wrap=True)
+    console.print(f"{counted(requests, 'request')} in {took_s:.1f} s, reading the trace included", soft_wrap=True)
     console.print(f"written: {output}", markup=False, soft_wrap=True)
 
 

@@ -10,6 +10,7 @@ from typing import IO, NamedTuple
 
 import msgspec
 
+from replayer.records.counted import counted
 from replayer.records.runs import RequestRecord, RunEnd, encode_line
 from replayer.replay.plan import Plan, PlanOptions, make_plan
 from replayer.traces.loading import LoadOptions, load
@@ -68,10 +69,10 @@ def run_streamed(
         rules = (setup.routing(), setup.offload(), setup.admission_rule())
         run = OfflineRun(source, turns, None, options, *rules)
         ran = _write(run, output, rows, list(opened.notes))
-    ran.notes.append(f"at most {turns.most_sessions:,} sessions known at once")
+    ran.notes.append(f"at most {counted(turns.most_sessions, 'session')} known at once")
     if turns.late_turns:
         ran.notes.append(
-            f"{turns.late_turns:,} turns were read after they were due, up to {turns.most_late_s:,.1f} s: "
+            f"read after they were due: {counted(turns.late_turns, 'turn')}, up to {turns.most_late_s:,.1f} s: "
             "raise --look-ahead-s"
         )
     return ran

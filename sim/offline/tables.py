@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
+from replayer.records.counted import counted
 from sim.offline.running import Ran
 
 
@@ -70,5 +71,5 @@ def load_line(ran: Ran) -> str:
     evictions, preemptions = (sum(getattr(row, name) for row in ran.instances) for name in ("evictions", "preemptions"))
     return (
         f"instances busy {min(busy):.0%} to {max(busy):.0%} of {span_s:,.0f} s; "
-        f"{evictions:,} blocks evicted, {preemptions:,} preemptions"
+        f"{counted(evictions, 'block')} evicted, {counted(preemptions, 'preemption')}"
     )

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from replayer.compare.statistics.tests import FloatArray
+from replayer.records.counted import counted
 from replayer.report.figures.style import (
     COLOURS,
     MARKERS,
@@ -134,7 +135,7 @@ def timeline(label: str, session: str, shown: Sequence[Span], reach_s: tuple[flo
         figure.legend(handles=patches, loc="outside upper center", ncols=3, fontsize=8, frameon=False)
     return Drawing(
         slug("timeline", label),
-        f"Timeline of session {session} in {label}: {len(shown)} turns; first token after "
+        f"Timeline of session {session} in {label}: {counted(len(shown), 'turn')}; first token after "
         f"{', '.join('none' if s.first_token_s is None else f'{s.first_token_s - s.sent_s:.2g}' for s in shown)} s.",
         figure,
         f"{label}: session {session}.",

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from replayer.records.counted import counted
 from replayer.records.json_errors import BAD_JSON
 from replayer.traces.formats.source import iter_lines
 from replayer.traces.trace import TraceError, TraceRequest
@@ -65,4 +66,4 @@ def read(path: Path, unit_s: float, block_tokens: int, notes: list[str]) -> Iter
         )
     notes.append(f"token counts are estimates: {CHARACTERS_PER_TOKEN} characters per token")
     if empty:
-        notes.append(f"{empty} lines with an empty prompt dropped")
+        notes.append(f"{counted(empty, 'line')} with an empty prompt dropped")

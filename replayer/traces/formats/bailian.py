@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import zstandard
 
+from replayer.records.counted import counted
 from replayer.records.json_errors import BAD_JSON
 from replayer.traces.formats.source import iter_lines
 from replayer.traces.trace import TraceError, TraceRequest
@@ -101,9 +102,9 @@ class _Links:
         """Sentences on links that lead nowhere."""
         notes = []
         if self._orphans:
-            notes.append(f"{self._orphans} requests name a parent that is not in the file (cut window)")
+            notes.append(f"{counted(self._orphans, 'request')} with a parent that is not in the file (cut window)")
         if self._own_parents:
-            notes.append(f"{self._own_parents} requests name themselves as their parent; taken as first turns")
+            notes.append(f"{counted(self._own_parents, 'request')} with its own id as parent; taken as first turn")
         return notes
 
 

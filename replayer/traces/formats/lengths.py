@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
+from replayer.records.counted import counted
 from replayer.traces.formats.source import iter_lines
 from replayer.traces.trace import TraceError, TraceRequest
 
@@ -100,7 +101,7 @@ def read(path: Path, columns: _Columns, unit_s: float, block_tokens: int, notes:
         )
         next_id += blocks
     if dropped:
-        notes.append(f"{dropped} requests without prompt or response tokens (failures of the log) dropped")
+        notes.append(f"{counted(dropped, 'request')} without prompt or response tokens (failures of the log) dropped")
 
 
 def _figures(row: Sequence[str], columns: _Columns, unit_s: float, where: str) -> tuple[float, int, int]:

@@ -80,7 +80,7 @@ def test_pairing_is_by_session_turn_and_chat() -> None:
     candidate = candidate._replace(records=records, end=end)
     found = compare(baseline, candidate)
     assert (found.pairing.unmatched_baseline, found.pairing.unmatched_candidate) == (3, 0)
-    assert noted(found, "3 requests of 'baseline' are not in the other run")
+    assert noted(found, "3 requests of 'baseline' left out, not in the other run")
     # Had a request been paired with another, the ratio of its times would not be two.
     assert {key[:3] for key in found.pairing.keys} == {(r.session_id, r.turn, r.chat_id) for r in candidate.records}
     assert next(effect for effect in found.effects if effect.metric == "TPOT p50").change == pytest.approx(1.0)
@@ -100,7 +100,7 @@ def test_failures_are_reported_and_counted_in_the_success_rate() -> None:
     found = compare(baseline, candidate)
     failed = sum(not record.ok for record in candidate.records)
     assert found.pairing.failed_candidate == failed
-    assert noted(found, f"{failed} paired requests failed in 'flaky'")
+    assert noted(found, f"{failed} paired request{'s' * (failed > 1)} failed in 'flaky'")
     by_name = {effect.metric: effect for effect in found.effects}
     assert by_name["success rate"].candidate == pytest.approx(1 - failed / len(candidate.records))
     assert by_name["success rate"].verdict is Verdict.WORSE

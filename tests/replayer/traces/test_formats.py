@@ -113,7 +113,7 @@ def test_sessions_and_parents_do_not_depend_on_the_order_of_the_file(tmp_path: P
 def test_a_request_that_names_itself_as_parent_is_a_first_turn(tmp_path: Path) -> None:
     trace = load_trace(write_lines(tmp_path / "t.jsonl", [row(0, parent_chat_id=0), row(1, parent_chat_id=0, turn=2)]))
     assert [(request.session_id, request.parent_chat_id) for request in trace.requests] == [("s0", -1), ("s0", 0)]
-    assert trace.notes == ["1 requests name themselves as their parent; taken as first turns"]
+    assert trace.notes == ["1 request with its own id as parent; taken as first turn"]
 
 
 @pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz", "t.jsonl.zst"])

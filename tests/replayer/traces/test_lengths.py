@@ -73,7 +73,7 @@ def test_failures_of_burstgpt_are_dropped_and_counted(tmp_path: Path) -> None:
         (5.0, 472, 18),
         (118.0, 417, 276),
     ]
-    assert any(note.startswith("1 requests without prompt or response tokens") for note in trace.notes)
+    assert any(note.startswith("1 request without prompt or response tokens") for note in trace.notes)
     assert load(path, LoadOptions(time_unit="ms")).requests[1].timestamp_s == pytest.approx(0.118)
 
 

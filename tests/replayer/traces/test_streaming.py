@@ -206,5 +206,5 @@ def test_what_a_reader_remembers_is_bounded(tmp_path: Path) -> None:
     read = list(bailian.read(path, 1.0, notes, remembered=5))
     assert (read[10].session_id, read[10].parent_chat_id) == ("s9", 9)
     assert (read[11].session_id, read[11].parent_chat_id) == ("s11", -1)
-    assert notes == ["1 requests name a parent that is not in the file (cut window)"]
+    assert notes == ["1 request with a parent that is not in the file (cut window)"]
     assert list(bailian.read(path, 1.0, []))[11].session_id == "s0"
