@@ -24,6 +24,8 @@ _PAGE = (_DOCS / "head-to-head.md").read_text(encoding="utf-8")
         ("own GPUs, second", "hand-offs-h100-4x-second", 90.1, "warm"),
         ("own GPUs, fourth", "hand-offs-h100-4x-fourth", 90.1, "warm"),
         ("order", "order-h100-4x", 48.9, "warm,slowdown=0"),
+        ("order, conversations", "order-h100-4x-conversations", 26.0, "warm,slowdown=0"),
+        ("order, agents", "order-h100-4x-agents", 75.2, "warm,slowdown=0"),
     ],
 )
 def test_the_page_shows_the_table_of_the_kept_records(
@@ -157,6 +159,27 @@ def test_what_the_page_says_of_an_order_of_prefills() -> None:
     assert f"TTFT p99 {p99[0]:.0f} instead of {p99[1]:.0f} s, the longest {max(ordered):.0f} instead of" in _PAGE
     waits = [float(np.mean(long[label])) for label in ("warm", "warm,slowdown=0")]
     assert f"wait {waits[0]:.1f} instead of {waits[1]:.1f} s on average" in _PAGE
+
+
+def test_what_the_page_says_of_an_order_for_chat_and_for_agents() -> None:
+    waits: dict[str, dict[str, list[tuple[float, int]]]] = {}
+    for name, skip_first_s in (("conversations", 26.0), ("agents", 75.2)):
+        for run in read_records(_DOCS / "results" / f"order-h100-4x-{name}").values():
+            assert all(int(counter.preemptions) == 0 for counter in run.counters)
+            found = waits.setdefault(name, {}).setdefault(run.label, [])
+            for each in (each.record() for each in run.requests):
+                assert each.ok
+                if each.trace_timestamp_s >= skip_first_s:
+                    assert each.ttft_scheduled_s is not None
+                    found.append((each.ttft_scheduled_s, each.input_length - (each.cached_tokens or 0)))
+    chat, agents = ([found[label] for label in ("warm", "warm,slowdown=0")] for found in waits.values())
+    page = " ".join(_PAGE.split())
+    long = [np.mean([wait for wait, new in each if new >= 32_000]) for each in chat]
+    longest = [max(wait for wait, _ in each) for each in chat]
+    assert f"wait {long[0]:.1f} instead of {long[1]:.1f} s on average; the longest wait is" in page
+    assert f"the longest wait is {longest[0]:.0f} instead of {longest[1]:.0f} s" in page
+    p95 = [np.quantile([wait for wait, _ in each], 0.95) for each in agents]
+    assert f"(p95 {p95[0]:.1f} and {p95[1]:.1f} s)" in page
 
 
 def _sent(record: RequestRecord) -> float:
