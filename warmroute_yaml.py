@@ -42,11 +42,20 @@ def load_yaml(text: str | IO[str]) -> Any:
     return yaml.load(text, Loader=_Loader)  # the loader is a SafeLoader
 
 
+_NO_SECTION = frozenset({"model_type", "model_attributes_type", "dict_type"})
+"""Pydantic's types of a value where a section belongs; its own words name classes."""
+
+
 def problems_of(error: ValidationError) -> str:
     """The problems of a file's values as one line for their number and one for each, with its key."""
     lines = [f"{error.error_count()} problem(s)"]
     for problem in error.errors():
         where = ".".join(str(part) for part in problem["loc"]) or "(top level)"
-        what = "unknown key; check the spelling" if problem["type"] == "extra_forbidden" else problem["msg"]
+        what = problem["msg"]
+        if problem["type"] == "extra_forbidden":
+            what = "unknown key; check the spelling"
+        elif problem["type"] in _NO_SECTION:
+            value = problem["input"]
+            what = f"expected keys with values, found {'nothing' if value is None else type(value).__name__}"
         lines.append(f"  {where}: {what.removeprefix('Value error, ')}")
     return "\n".join(lines)

@@ -277,7 +277,9 @@ def _run(setup: Setup, output: Path, breakdown: Path | None, look_ahead_s: float
             ran = run_streamed(setup, look_ahead_s, lines, rows)
     _show(setup, ran, time.perf_counter() - started_s, output)
     if ran.outcome.requests and not ran.outcome.ok:
-        typer.echo(f"error: none of {ran.outcome.requests:,} requests succeeded; the reasons are above", err=True)
+        reason, count = max(ran.outcome.errors.items(), key=lambda each: each[1])
+        # With a reason, since an experiment shows this line alone.
+        typer.echo(f"error: none of {ran.outcome.requests:,} requests succeeded: {count:,} x {reason}", err=True)
         raise typer.Exit(1)
 
 

@@ -203,7 +203,7 @@ class NoiseSettings(Section):
     arrival_jitter_s: float = Field(
         default=0.0, ge=0, description="sessions' arrivals move by N(0, this), engine seconds"
     )
-    speed_sigma: float = Field(default=0.0, ge=0, description="every instance's speed is drawn log-normally")
+    speed_sigma: float = Field(default=0.0, ge=0, le=1, description="every instance's speed is drawn log-normally")
     common: bool = Field(
         default=False,
         description="true: all arms of a repeat draw the same noise (common random numbers), which detects smaller "

@@ -178,6 +178,13 @@ class TestOrder:
             {"arms": {"a": {"policy": "linear", "offload": "m:P"}}, "backend": {"kind": "live", "fleet": "sim-4x"}},
             "arms.a.offload: 'm:P' is a class, and a running proxy takes names only",
         ),
+        ({"arms": {"a": "linear"}}, "arms.a: expected keys with values, found str"),
+        ({"arms": {"a": {"policy": None}}}, "arms.a.policy: expected keys with values, found nothing"),
+        ({"arms": None}, "arms: expected keys with values, found nothing"),
+        (
+            {"backend": {"kind": "simulated", "noise": {"speed_sigma": 1.5}}},
+            "noise.speed_sigma: Input should be less than or equal to 1",
+        ),
         ({"arms": {"a": {"policy": "linear", "fleet": {"noise": {}}}}}, "must be the same in all arms"),
         ({"arms": {"a": {"policy": "linear", "fleet": {"slowness": 2}}}}, "slowness: unknown key"),
         ({"baseline": "d"}, "baseline: 'd' is none of the arms: a, b, c"),

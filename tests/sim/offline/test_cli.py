@@ -71,7 +71,7 @@ def test_its_runs_are_read_as_a_replays_are(trace: Path, tmp_path: Path) -> None
 
 def test_a_simulation_without_any_success_exits_1(trace: Path, tmp_path: Path) -> None:
     said = call("simulate", trace, "-o", tmp_path / "run.jsonl", "--max-model-len", 16, code=1)
-    assert "error: none of 60 requests succeeded" in said
+    assert "error: none of 60 requests succeeded: 60 x HTTP 400: no room for prompt and output in 16 tokens" in said
     assert len(read_run(tmp_path / "run.jsonl").records) == 60
 
 
