@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from typing import Any
 
 from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
@@ -23,16 +24,43 @@ class AdminRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Handler of a request, for FastAPI; raises RequestError (400, 415) for what it cannot read."""
         handle = super().get_route_handler()
-        known = [parameter.alias for parameter in self.dependant.query_params]
+        parameters = [parameter.alias for parameter in self.dependant.query_params]
 
         async def checked(request: Request) -> Response:
-            _refuse_unknown(request, known)
+            _refuse_unknown(request, parameters)
             encoded = encoding_error(", ".join(request.headers.getlist("content-encoding")))
             if encoded is not None:
                 raise encoded
-            return await handle(_as_json(request) if self.body_field is not None else request)
+            if self.body_field is None:
+                return await handle(request)
+            try:
+                return await handle(_as_json(request))
+            except RequestValidationError as error:
+                known = _fields(self.body_field.field_info.annotation)
+                raise RequestError(400, "; ".join(_sentence(each, known) for each in error.errors())) from error
 
         return checked
+
+
+def _fields(body: Any) -> str:
+    """Names of a body's fields; empty: it is not of a fixed form."""
+    return ", ".join(body.model_fields) if isinstance(body, type) and issubclass(body, BaseModel) else ""
+
+
+def _sentence(problem: Mapping[str, Any], fields: str) -> str:
+    """A problem of validation in the words that settings have; pydantic's name no remedy for these."""
+    place = ".".join(map(str, problem["loc"]))
+    having = f" with fields of {fields}" if fields else ""
+    if problem["type"] == "json_invalid":
+        return f"the body is not valid JSON: {problem['ctx']['error']}"
+    if place == "body" and problem["type"] == "missing":
+        return f"the body is missing: send a JSON object{having}"
+    if place == "body" and problem["type"] in {"model_attributes_type", "dict_type"}:
+        return f"the body must be a JSON object{having}"
+    if problem["type"] == "extra_forbidden":
+        known = f"known: {fields}" if fields and len(problem["loc"]) == 2 else "check the spelling"
+        return f"{clip(place, 200)}: unknown key; {known}"
+    return f"{place}: {problem['msg'].removeprefix('Value error, ')}"
 
 
 def refuse_empty(wanted: BaseModel) -> None:

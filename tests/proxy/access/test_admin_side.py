@@ -108,6 +108,30 @@ async def test_an_unknown_name_and_a_wrong_parameter_have_codes_of_their_own(
 
 
 @pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        (
+            "/policy",
+            b"",
+            "the body is missing: send a JSON object with fields of name, params, planner, planner_params",
+        ),
+        ("/policy", b'{"nam', "the body is not valid JSON: "),
+        ("/policy", b'"linear"', "the body must be a JSON object with fields of name, "),
+        ("/policy", b'{"policy": "linear"}', "body.policy: unknown key; known: name, params, planner, planner_params"),
+        ("/admission", b'{"rule": 1}', "body.rule: unknown key; known: name, params, max_hold_s"),
+        ("/shadow", b'{"policy": 1}', "body.policy: unknown key; known: policies, planners, admission"),
+    ],
+)
+async def test_a_body_that_cannot_be_read_is_answered_with_what_to_send(
+    start_proxy: StartProxy, path: str, body: bytes, message: str
+) -> None:
+    proxy = await start_proxy(1)
+    answer = await proxy.client.put(path, content=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(message), answer.text
+
+
+@pytest.mark.parametrize(
     ("path", "bodies", "fields"),
     [
         ("/policy", [{}, {"name": None}, {"params": {}}], "name, params, planner, planner_params"),
