@@ -7,6 +7,7 @@ import json
 import ssl
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trustme
@@ -65,7 +66,7 @@ async def test_a_client_certificate_is_presented_and_its_lack_has_a_remedy(
     url = (await start_proxy(1, tls=tls)).url.replace("http://", "https://")
     made = ssl.create_default_context
 
-    def create(**options: str | None) -> ssl.SSLContext:
+    def create(**options: Any) -> ssl.SSLContext:
         context = made(**options)
         context.maximum_version = ssl.TLSVersion.TLSv1_2 if newest == "1.2" else ssl.TLSVersion.TLSv1_3
         return context
