@@ -7,7 +7,7 @@ CLIENTS ?= litellm langchain aiperf guidellm node
 READY := $(VENV)/.ready
 # At most three tests that fail are run a second time, and the summary names them with their tracebacks: CONTRIBUTING.md.
 RERUN := --reruns 1 --reruns-delay 5 --max-suite-reruns 3 --rerun-show-tracebacks
-SRC := warmroute.py warmroute_man.py warmroute_names.py policies proxy launch replayer sim bench tests
+SRC := warmroute.py warmroute_man.py warmroute_names.py warmroute_tls.py warmroute_yaml.py policies proxy launch replayer sim bench tests
 
 # Tests start hundreds of processes: byte code is kept, also where the environment asks Python not to write any.
 export PYTHONDONTWRITEBYTECODE :=

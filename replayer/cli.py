@@ -116,6 +116,26 @@ def replay_command(
             callback=_sendable_key,
         ),
     ] = None,
+    ca_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--ca-file", help="PEM file with the authority of the endpoint's certificate.", show_default=False
+        ),
+    ] = None,
+    cert_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--cert-file",
+            help="PEM file with a client certificate, for an endpoint that requires one.",
+            show_default=False,
+        ),
+    ] = None,
+    cert_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--cert-key-file", help="PEM file with the key of --cert-file, if it is not there.", show_default=False
+        ),
+    ] = None,
 ) -> None:
     """Replay a trace against an OpenAI endpoint and record every request.
 
@@ -137,6 +157,7 @@ def replay_command(
     from replayer.replay.replay import ReplayOptions, replay_trace
     from replayer.traces.loading import LoadOptions, load
     from replayer.traces.trace import TraceError
+    from warmroute_tls import TlsFiles
 
     console = Console()
     try:
@@ -169,6 +190,7 @@ def replay_command(
             token_low=token_low,
             token_high=token_high,
             api_key=api_key,
+            tls=TlsFiles(ca_file, cert_file, cert_key_file),
         )
         for note in loaded.notes:
             console.print(f"note: {note}", markup=False, soft_wrap=True)

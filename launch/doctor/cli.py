@@ -82,7 +82,8 @@ def doctor_command(hand_offs: HandOffs | None = None) -> Callable[..., None]:
         from launch.doctor.findings import examine
         from launch.doctor.probe import gather
         from launch.fleet.file import FleetError, find_fleet, load_fleet
-        from proxy.connecting import TlsFiles, checked_url, tls_context
+        from proxy.connecting import checked_url
+        from warmroute_tls import TlsFiles, tls_context
 
         checks = all_checks()
         if list_checks:

@@ -30,7 +30,7 @@ from launch.engines.vllm import resolve_python
 from launch.fleet.file import FleetFile, ports_in_use
 from launch.hardware.gpus import NvmlLibrary, read_inventory
 from policies.types import Role
-from proxy.connecting import NO_FILES, TlsFiles
+from warmroute_tls import NO_FILES, TlsFiles
 
 _LIBRARIES = ("libibverbs.so.1", "libnuma.so.1", "libtcmalloc_minimal.so.4")
 _STA_UNSYNC = 0x40

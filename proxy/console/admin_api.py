@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 
-from proxy.connecting import NO_FILES, TlsFiles, checked_url, tls_context, unreached_remedy
+from proxy.connecting import checked_url, unreached_remedy
+from warmroute_tls import NO_FILES, TlsFiles, tls_context
 
 _Kind = TypeVar("_Kind")
 

@@ -49,8 +49,8 @@ def explain(
 
     Exit status 0: explained; 1: not found; 2: the proxy does not answer, or the file is no breakdown.
     """
-    from proxy.connecting import TlsFiles
     from proxy.console.admin_api import AdminApi, NoAnswerError
+    from warmroute_tls import TlsFiles
 
     started_unix_s = None
     try:

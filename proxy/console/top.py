@@ -45,10 +45,10 @@ def top(
     """
     from rich.console import Console
 
-    from proxy.connecting import TlsFiles
     from proxy.console.admin_api import AdminApi, NoAnswerError
     from proxy.console.figures import RecentRows
     from proxy.console.frames import frame
+    from warmroute_tls import TlsFiles
 
     console = Console()
     try:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 
 import aiohttp
 import msgspec
+
+from warmroute_tls import TlsFiles
 
 CONTROL_TIMEOUT_S = 10.0
 
@@ -42,9 +45,21 @@ def check_endpoint(endpoint: str, *, option: str = "--endpoint") -> None:
 
 
 async def first_model(
-    http: aiohttp.ClientSession, endpoint: str, api_key: str | None, *, option: str = "--endpoint"
+    http: aiohttp.ClientSession,
+    endpoint: str,
+    api_key: str | None,
+    *,
+    option: str = "--endpoint",
+    tls: TlsFiles | None = None,
 ) -> str:
     """The first model the endpoint serves; ``option`` of the command named the endpoint.
+
+    Args:
+        http: sends the question.
+        endpoint: its URL.
+        api_key: sent as bearer token.
+        option: of the command, which errors name.
+        tls: certificates that the command was given; None: it takes none.
 
     Raises:
         EndpointError: the endpoint is no URL, cannot be reached, or names none.
@@ -60,7 +75,27 @@ async def first_model(
                 raise EndpointError(f"{url} answered {response.status}; {advice}")
         models = msgspec.json.decode(answer, type=_Models).data
     except (TimeoutError, aiohttp.ClientError, OSError, msgspec.MsgspecError, ValueError) as error:
-        raise EndpointError(f"{url}: {error or type(error).__name__}; {advice}") from error
+        remedy = advice if tls is None or not url.lower().startswith("https://") else _tls_remedy(error, tls) or advice
+        raise EndpointError(f"{url}: {error or type(error).__name__}; {remedy}") from error
     if not models:
         raise EndpointError(f"{url} names no model; {advice}")
     return models[0].id
+
+
+def _tls_remedy(error: BaseException, tls: TlsFiles) -> str | None:
+    """Remedy for a connection over TLS that failed; None: it failed before TLS began."""
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        return "give the authority of its certificate with --ca-file, and a name that the certificate has"
+    if isinstance(error, aiohttp.ClientConnectorSSLError) and "WRONG_VERSION_NUMBER" in str(error):
+        return "if it serves plain HTTP, begin its URL with http://"
+    # Without a client certificate that the server asks for, a handshake of TLS 1.3 has ended before the server refuses.
+    # One of TLS 1.2 is cut off, which uvloop reports as a connection that could not be made and was reset.
+    if isinstance(error, aiohttp.ClientConnectorError) and not isinstance(error, aiohttp.ClientConnectorSSLError):
+        refused = isinstance(error.os_error, ConnectionResetError | ssl.SSLEOFError)
+    else:
+        refused = isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError)
+    if refused:
+        if tls.certificate is None:
+            return "if it requires client certificates, give one with --cert-file and --cert-key-file"
+        return "if it requires client certificates, --cert-file must be of an authority that it trusts"
+    return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import ssl
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ from replayer.replay.plan import Plan, PlanOptions, SessionPlan, Step, make_plan
 from replayer.replay.prompts import BodyTemplate, PromptBuilder
 from replayer.traces.numbers import is_positive
 from replayer.traces.trace import Trace
+from warmroute_tls import NO_FILES, TlsFiles, tls_context
 
 KEEPALIVE_S = 3.0
 """Idle connections are closed before servers close them (uvicorn: 5 s): a request on a closed one would fail."""
@@ -52,6 +54,8 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
     token_high: int = 100_000
     cache_bytes: int = 256 << 20
     api_key: str | None = None
+    tls: TlsFiles = NO_FILES
+    """Certificates for endpoints with ``https://``."""
 
     def check(self) -> None:
         """Check that the values are usable; raises ValueError."""
@@ -234,7 +238,7 @@ async def replay_trace(
     Raises:
         EndpointError: an endpoint that is no URL, or no model given and the endpoint names none.
         RecordError: the output file cannot be used, or a record cannot be written.
-        TraceError, ValueError: unusable settings.
+        TraceError, ValueError: unusable settings, or a file of ``tls`` that cannot be used.
     """
     options.check()
     for endpoint in (options.endpoint, *options.further_endpoints):
@@ -250,10 +254,13 @@ async def replay_trace(
     timeout = aiohttp.ClientTimeout(
         total=options.timeout_s / options.clock_scale + CONTROL_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S
     )
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
+    # Without files the library's own context, which it makes but once.
+    tls: ssl.SSLContext | bool = True if options.tls == NO_FILES else tls_context(options.tls)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ssl=tls)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=READ_BYTES) as http:
         if options.model is None:
-            options = msgspec.structs.replace(options, model=await first_model(http, options.endpoint, options.api_key))
+            model = await first_model(http, options.endpoint, options.api_key, tls=options.tls)
+            options = msgspec.structs.replace(options, model=model)
         with Journal(output, _header(trace, plan, options), resume=resume) as journal:
             if on_start is not None:
                 on_start(plan, len(journal.recorded))

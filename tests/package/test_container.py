@@ -157,6 +157,7 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "warmroute.py",
         "warmroute_man.py",
         "warmroute_names.py",
+        "warmroute_tls.py",
         "warmroute_yaml.py",
         "pyproject.toml",
         "README.md",

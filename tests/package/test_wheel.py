@@ -29,6 +29,7 @@ def shipped() -> set[str]:
         "warmroute.py",
         "warmroute_man.py",
         "warmroute_names.py",
+        "warmroute_tls.py",
         "warmroute_yaml.py",
         *(path.relative_to(ROOT).as_posix() for path in kept),
     }

@@ -10,7 +10,8 @@ import msgspec
 from launch.doctor.facts import ProxyCondition, ProxyConditions
 from launch.fleet.file import FleetFile
 from launch.run.proxy_access import ProxyAccess
-from proxy.connecting import NO_FILES, TlsFiles, tls_context, unreached_remedy
+from proxy.connecting import unreached_remedy
+from warmroute_tls import NO_FILES, TlsFiles, tls_context
 
 _TIMEOUT_S = 2.0
 

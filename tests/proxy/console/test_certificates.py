@@ -1,4 +1,4 @@
-"""Commands ``top`` and ``explain`` and the doctor at a proxy that requires client certificates."""
+"""Commands at a proxy that requires client certificates: ``top``, ``explain``, ``doctor`` and ``replay``."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from typer.testing import CliRunner
 from tests.proxy.conftest import StartProxy
 from warmroute import build
 
+COMMANDS = ("top", "explain", "doctor", "replay")
+TURN = {"chat_id": 1, "parent_chat_id": -1, "timestamp": 0.0, "input_length": 20, "output_length": 3, "turn": 1}
 BODY = {"model": "stub", "prompt": list(range(40)), "max_tokens": 4}
 
 
@@ -40,15 +42,18 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     encrypted = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret"))
     (folder / "encrypted.key").write_bytes(encrypted)
     (folder / "text.pem").write_text("no certificate")
+    (folder / "trace.jsonl").write_text(json.dumps({**TURN, "type": "text", "hash_ids": [1, 2]}) + "\n")
     return folder
 
 
 async def call(files: Path, command: str, url: str, *names: str) -> tuple[int, str]:
     """Exit status and output of a command with the files of these options, in a thread: the proxy runs in this one."""
+    (files / "run.jsonl").unlink(missing_ok=True)
     first = {
         "top": ("top", "--once", "--url", url),
         "explain": ("explain", "mine", "--url", url),
         "doctor": ("doctor", "--json", "--engine-python", sys.executable, "--proxy", url),
+        "replay": ("replay", str(files / "trace.jsonl"), "-o", str(files / "run.jsonl"), "--endpoint", url),
     }[command]
     arguments = [*first, *(name if name.startswith("--") else str(files / name) for name in names)]
     result = await asyncio.to_thread(CliRunner(env={"COLUMNS": "400"}).invoke, build(), arguments)
@@ -73,14 +78,27 @@ async def test_a_client_certificate_is_presented_and_its_lack_has_a_remedy(
 
     monkeypatch.setattr(ssl, "create_default_context", create)
     trusted = ("--ca-file", "ca.pem")
-    for command in ("top", "explain", "doctor"):
+    for command in COMMANDS:
         for names in (("--cert-file", "both.pem"), ("--cert-file", "client.pem", "--cert-key-file", "client.key")):
             status, output = await call(files, command, url, *trusted, *names)
             assert status == (1 if command == "explain" else 0), output
         status, output = await call(files, command, url, *trusted)
         assert (status, "give one with --cert-file and --cert-key-file" in output) == (2, True), output
         status, output = await call(files, command, url, *trusted, "--cert-file", "stranger.pem")
-        assert (status, "--cert-file must be of an authority in its tls.client_ca" in output) == (2, True), output
+        assert (status, "--cert-file must be of an authority" in output) == (2, True), output
+
+
+async def test_a_replay_says_how_to_trust_an_endpoint_and_that_one_serves_plain_http(
+    start_proxy: StartProxy, files: Path
+) -> None:
+    tls = {"certificate": files / "server.pem", "key": files / "server.pem"}
+    url = (await start_proxy(1, tls=tls)).url.replace("http://", "https://")
+    status, output = await call(files, "replay", url)
+    assert (status, "give the authority of its certificate with --ca-file" in output) == (2, True), output
+    assert (await call(files, "replay", url, "--ca-file", "ca.pem"))[0] == 0
+    plain = (await start_proxy(1)).url.replace("http://", "https://")
+    status, output = await call(files, "replay", plain)
+    assert (status, "if it serves plain HTTP, begin its URL with http://" in output) == (2, True), output
 
 
 @pytest.mark.parametrize(
@@ -101,7 +119,7 @@ async def test_a_client_certificate_is_presented_and_its_lack_has_a_remedy(
     ],
     ids=["a key alone", "no file", "no key file", "no certificate", "a certificate without its key", "encrypted"],
 )
-@pytest.mark.parametrize("command", ["top", "explain", "doctor"])
+@pytest.mark.parametrize("command", COMMANDS)
 async def test_files_that_cannot_be_used_are_named_by_their_option(
     files: Path, command: str, names: tuple[str, ...], message: str
 ) -> None:
