@@ -144,13 +144,28 @@ async def test_scores_that_are_no_numbers_break_neither_row_nor_explanation(star
     def odd_scores(fleet: FleetSnapshot) -> Choice:
         inputs: dict[str, Any] = {"nan": float("nan"), "object": object(), "big": 2**70, "own": {1: [float("inf")]}}
         inputs["itself"] = inputs
-        scores = [CandidateScore(view.instance, float("nan"), inputs) for view in fleet.instances]
+        values = [float("inf"), *[float("nan")] * (len(fleet.instances) - 1)]
+        scores = [
+            CandidateScore(view.instance, value, inputs) for view, value in zip(fleet.instances, values, strict=True)
+        ]
         return Choice(first(fleet), Reason.LOWEST_SCORE, tuple(scores))
 
     proxy = await start_chaos(ChaosEngine(), ChaosEngine())
     proxy.core.router.routing.policy = Odd(odd_scores)
     assert (await served(proxy))["policy"] == "odd"
     assert (await proxy.client.post("/explain", json=BODY)).status_code == 200
+
+
+async def test_warm_decides_where_the_chosen_score_is_nan(start_chaos: StartChaos) -> None:
+    def unscored(fleet: FleetSnapshot) -> Choice:
+        scores = tuple(CandidateScore(view.instance, float("nan"), {}) for view in fleet.instances)
+        return Choice(first(fleet), Reason.LOWEST_SCORE, scores)
+
+    proxy = await start_chaos(ChaosEngine(), ChaosEngine())
+    proxy.core.router.routing.policy = Odd(unscored)
+    assert (await served(proxy))["policy"] == "warm"
+    [failure] = (await proxy.client.get("/stats")).json()["policy_failures"]["failures"]
+    assert (failure["part"], failure["name"]) == ("policy", "odd")
 
 
 async def test_a_slow_policy_is_counted_and_shown(start_chaos: StartChaos) -> None:

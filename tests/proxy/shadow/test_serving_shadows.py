@@ -150,7 +150,7 @@ async def test_shadows_are_switched_over_http(start_proxy: StartProxy) -> None:
         ({"policies": ["warm", "warm"]}, "given more than once: warm; set label to distinguish them"),
         ({"policies": [{"name": "warm", "params": {"speed": 1}}]}, "has no parameter 'speed'"),
         ({"policies": [{"name": "warm", "label": f"w{n}"} for n in range(17)]}, "at most 16"),
-        ({"rules": []}, "Extra inputs"),
+        ({"rules": []}, "body.rules: unknown key; known: policies, planners, admission"),
     ],
 )
 async def test_an_invalid_switch_names_the_problem_and_changes_nothing(
