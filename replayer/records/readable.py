@@ -6,6 +6,8 @@ import numpy as np
 
 DASH = "–"
 """Stands for an unknown value."""
+MOST_POINTS = 99_999
+"""Changes above it, in percent, are printed alike: the end of an interval that two runs far apart leave open."""
 
 
 def format_seconds(value: float | None) -> str:
@@ -39,6 +41,8 @@ def format_points(value: float | None, *, signed: bool = True) -> str:
     """
     if value is None or not np.isfinite(value):
         return DASH
+    if value * 100 > MOST_POINTS:
+        return f"> {MOST_POINTS:,}"
     points = round(value * 100, 1) + 0.0  # no "-0.0"
     digits = 1 if abs(points) < 9.95 else 0
     return f"{points:{'+' if signed and points else ''},.{digits}f}"
