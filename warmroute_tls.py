@@ -5,6 +5,29 @@ from __future__ import annotations
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import typer
+
+CaFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--ca-file", help="PEM file with the authority of the server's certificate. Default: the system's.",
+        show_default=False,
+    ),
+]
+CertFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--cert-file", help="PEM file with a client certificate, for a server that requires one.", show_default=False
+    ),
+]
+CertKeyFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--cert-key-file", help="PEM file with the key of --cert-file, if it is not there.", show_default=False
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True)

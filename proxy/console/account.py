@@ -86,7 +86,7 @@ def _outcome(row: Mapping[str, Any]) -> Iterator[str]:
     status = f" Status {row['status']}." if row.get("status") else ""
     yield f"{spoken(OUTCOMES, outcome)}{status}"
     if (completion := row.get("completion_tokens")) is not None:
-        yield f"{_count(completion)} tokens were generated."
+        yield f"{_tokens(completion)} {_was(completion)} generated."
     if error := row.get("error"):
         yield f"Error: {error}"
 
@@ -95,14 +95,14 @@ def _class(row: Mapping[str, Any]) -> Iterator[str]:
     name, prompt = row.get("class"), row.get("prompt_tokens")
     if name is None:
         if prompt is not None:
-            yield f"None was given, because no instance was chosen. The prompt has {_count(prompt)} tokens."
+            yield f"None was given, because no instance was chosen. The prompt has {_tokens(prompt)}."
         return
     cached = _cached_on(row, row.get("instance"))
     if cached is None or prompt is None:
         yield f"{name}."
         return
     yield (
-        f"{name}: of {_count(prompt)} prompt tokens, {_count(cached)} were predicted to be cached on "
+        f"{name}: of {_tokens(prompt, 'prompt token')}, {_count(cached)} {_was(cached)} predicted to be cached on "
         f"{row['instance']} and {_count(max(prompt - cached, 0))} to be new."
     )
 
@@ -151,8 +151,8 @@ def _instance(row: Mapping[str, Any]) -> Iterator[str]:
     warmest = max(others, key=lambda each: each.cached_tokens or 0)
     if warmest.cached_tokens is not None and warmest.cached_tokens > (ours.cached_tokens or 0):
         yield (
-            f"{warmest.instance} was predicted to have more of the prompt cached: {_count(warmest.cached_tokens)} "
-            f"tokens, against {_count(ours.cached_tokens or 0)}."
+            f"{warmest.instance} was predicted to have more of the prompt cached: {_tokens(warmest.cached_tokens)}, "
+            f"against {_count(ours.cached_tokens or 0)}."
         )
 
 
@@ -188,7 +188,7 @@ def _cache(row: Mapping[str, Any]) -> Iterator[str]:
     predicted, actual = row.get("predicted_cached_tokens"), row.get("actual_cached_tokens")
     if predicted is not None:
         source = f" by the {row['index_source']} index" if row.get("index_source") else ""
-        yield f"{_count(predicted)} cached tokens were predicted{source}."
+        yield f"{_tokens(predicted, 'cached token')} {_was(predicted)} predicted{source}."
     if actual is not None:
         if predicted is None:
             yield f"The engine reported {_count(actual)}."
@@ -251,6 +251,14 @@ def _inputs(inputs: Mapping[str, Any]) -> str:
 
 def _count(value: object) -> str:
     return f"{value:,}" if isinstance(value, int | float) else str(value)
+
+
+def _tokens(value: object, noun: str = "token") -> str:
+    return f"{_count(value)} {noun}{'' if value == 1 else 's'}"
+
+
+def _was(value: object) -> str:
+    return "was" if value == 1 else "were"
 
 
 def _score(value: object) -> str:

@@ -72,6 +72,23 @@ def test_more_predicted_than_the_prompt_has_leaves_nothing_new() -> None:
     assert part(account_of(row, 1.0), "class").endswith("on e0 and 0 to be new.")
 
 
+@pytest.mark.parametrize(
+    ("count", "generated"), [(1, "1 token was"), (0, "0 tokens were"), (1_200, "1,200 tokens were")]
+)
+def test_one_token_is_spoken_of_in_the_singular(count: int, generated: str) -> None:
+    row = {"outcome": "ok", "prompt_tokens": count, "predicted_cached_tokens": count, "completion_tokens": count}
+    account = account_of(row, 1.0)
+    assert part(account, "outcome").endswith(f" {generated} generated.")
+    assert part(account, "class").endswith(f"The prompt has {generated.rpartition(' ')[0]}.")
+    assert part(account, "cache").startswith(generated.replace("token", "cached token") + " predicted.")
+    row |= {"class": "WARM", "instance": "e0"}
+    of = generated.rpartition(" ")[0].replace("token", "prompt token")
+    was = "was" if count == 1 else "were"
+    assert part(account_of(row, 1.0), "class").startswith(
+        f"WARM: of {of}, {count:,} {was} predicted to be cached on e0"
+    )
+
+
 async def test_a_request_that_was_handed_off_and_one_whose_hand_off_failed(start_proxy: StartProxy) -> None:
     proxy = await start_proxy(2, role="kv_both", offload=HAND_OFF, classes=SMALL_CLASSES)
     account = await account_after(proxy, body(stream=True))
