@@ -12,7 +12,8 @@ import typer
 CaFile = Annotated[
     Path | None,
     typer.Option(
-        "--ca-file", help="PEM file with the authority of the server's certificate. Default: the system's.",
+        "--ca-file",
+        help="PEM file with the authority of the server's certificate. Default: the system's.",
         show_default=False,
     ),
 ]

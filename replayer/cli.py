@@ -19,6 +19,7 @@ from replayer.traces.load_options import (
     Unit,
 )
 from replayer.traces.numbers import finite
+from warmroute_tls import CaFile, CertFile, CertKeyFile, TlsFiles
 
 EXIT_INTERRUPTED = 130
 
@@ -116,26 +117,9 @@ def replay_command(
             callback=_sendable_key,
         ),
     ] = None,
-    ca_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--ca-file", help="PEM file with the authority of the endpoint's certificate.", show_default=False
-        ),
-    ] = None,
-    cert_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--cert-file",
-            help="PEM file with a client certificate, for an endpoint that requires one.",
-            show_default=False,
-        ),
-    ] = None,
-    cert_key_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--cert-key-file", help="PEM file with the key of --cert-file, if it is not there.", show_default=False
-        ),
-    ] = None,
+    ca_file: CaFile = None,
+    cert_file: CertFile = None,
+    cert_key_file: CertKeyFile = None,
 ) -> None:
     """Replay a trace against an OpenAI endpoint and record every request.
 
@@ -157,7 +141,6 @@ def replay_command(
     from replayer.replay.replay import ReplayOptions, replay_trace
     from replayer.traces.loading import LoadOptions, load
     from replayer.traces.trace import TraceError
-    from warmroute_tls import TlsFiles
 
     console = Console()
     try:

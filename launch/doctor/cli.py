@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from warmroute_tls import CaFile, CertFile, CertKeyFile, TlsFiles, tls_context
+
 if TYPE_CHECKING:
     from launch.doctor.probes.deep import HandOffs
 
@@ -37,26 +39,9 @@ def doctor_command(hand_offs: HandOffs | None = None) -> Callable[..., None]:
                 help="URL of a running proxy whose conditions to report. Default: the fleet's.", show_default=False
             ),
         ] = None,
-        ca_file: Annotated[
-            Path | None,
-            typer.Option(
-                "--ca-file", help="PEM file with the authority of the certificate of --proxy.", show_default=False
-            ),
-        ] = None,
-        cert_file: Annotated[
-            Path | None,
-            typer.Option(
-                "--cert-file",
-                help="PEM file with a client certificate, if the proxy of --proxy has tls.client_ca.",
-                show_default=False,
-            ),
-        ] = None,
-        cert_key_file: Annotated[
-            Path | None,
-            typer.Option(
-                "--cert-key-file", help="PEM file with the key of --cert-file, if it is not there.", show_default=False
-            ),
-        ] = None,
+        ca_file: CaFile = None,
+        cert_file: CertFile = None,
+        cert_key_file: CertKeyFile = None,
         deep: Annotated[
             bool,
             typer.Option(
@@ -71,6 +56,7 @@ def doctor_command(hand_offs: HandOffs | None = None) -> Callable[..., None]:
         """Check this machine for what would stop or falsify a fleet.
 
         Every finding comes with a remedy; nothing is changed. With --deep the fleet's engines get short prompts.
+        --ca-file, --cert-file and --cert-key-file are for --proxy.
 
         Exit status 0: no problem (there may be warnings); 1: at least one problem; 2: the fleet file or another option
         cannot be used.
@@ -83,7 +69,6 @@ def doctor_command(hand_offs: HandOffs | None = None) -> Callable[..., None]:
         from launch.doctor.probe import gather
         from launch.fleet.file import FleetError, find_fleet, load_fleet
         from proxy.connecting import checked_url
-        from warmroute_tls import TlsFiles, tls_context
 
         checks = all_checks()
         if list_checks:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import msgspec
 import typer
 
-from proxy.console.options import DEFAULT_URL, CaOption, CertKeyOption, CertOption, KeyOption, UrlOption
+from proxy.console.options import DEFAULT_URL, KeyOption, UrlOption
 from proxy.console.printable import printable
 from proxy.records.files import record_files
+from warmroute_tls import CaFile, CertFile, CertKeyFile, TlsFiles
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -33,9 +34,9 @@ def explain(
     request_id: Annotated[str, typer.Argument(metavar="REQUEST_ID", help="Value of x-request-id of the response.")],
     url: UrlOption = DEFAULT_URL,
     key: KeyOption = None,
-    ca_file: CaOption = None,
-    cert_file: CertOption = None,
-    cert_key_file: CertKeyOption = None,
+    ca_file: CaFile = None,
+    cert_file: CertFile = None,
+    cert_key_file: CertKeyFile = None,
     file: Annotated[
         Path | None,
         typer.Option(help="Look in this file (breakdown.jsonl_path) and its older ones instead.", show_default=False),
@@ -50,7 +51,6 @@ def explain(
     Exit status 0: explained; 1: not found; 2: the proxy does not answer, or the file is no breakdown.
     """
     from proxy.console.admin_api import AdminApi, NoAnswerError
-    from warmroute_tls import TlsFiles
 
     started_unix_s = None
     try:

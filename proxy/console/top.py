@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from proxy.console.options import DEFAULT_URL, CaOption, CertKeyOption, CertOption, KeyOption, UrlOption
+from proxy.console.options import DEFAULT_URL, KeyOption, UrlOption
+from warmroute_tls import CaFile, CertFile, CertKeyFile, TlsFiles
 
 if TYPE_CHECKING:
     from proxy.console.admin_api import AdminApi
@@ -27,9 +28,9 @@ _PAGES = 10
 def top(
     url: UrlOption = DEFAULT_URL,
     key: KeyOption = None,
-    ca_file: CaOption = None,
-    cert_file: CertOption = None,
-    cert_key_file: CertKeyOption = None,
+    ca_file: CaFile = None,
+    cert_file: CertFile = None,
+    cert_key_file: CertKeyFile = None,
     interval_s: Annotated[float, typer.Option(min=0.2, max=3600, help="Seconds between two frames.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one frame and exit; so it does without a terminal.")] = (
         False
@@ -48,7 +49,6 @@ def top(
     from proxy.console.admin_api import AdminApi, NoAnswerError
     from proxy.console.figures import RecentRows
     from proxy.console.frames import frame
-    from warmroute_tls import TlsFiles
 
     console = Console()
     try:

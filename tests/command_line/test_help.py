@@ -53,6 +53,13 @@ def test_a_command_that_loads_a_trace_has_the_options_that_the_loader_names(path
     assert option_names(command) >= {"--time-unit", "--block-tokens", "--allow-deltas", "--chain", "--sessions"}
 
 
+@pytest.mark.parametrize("name", ["--ca-file", "--cert-file", "--cert-key-file"])
+def test_every_command_with_certificates_has_the_same_options_for_them(name: str) -> None:
+    found = {one.path: row for one in PAGES for row in one.rows if name in row.names}
+    assert set(found) == {"doctor", "explain", "replay", "top"}
+    assert len({(row.help, row.metavar, row.default) for row in found.values()}) == 1
+
+
 @pytest.mark.parametrize(("one", "row"), OPTIONS)
 def test_help_of_an_option_is_one_line(one: Any, row: Any) -> None:
     text = f"{row.help} Default: {row.default}"
