@@ -1,10 +1,11 @@
 """YAML as every file of settings is read: as ``yaml.safe_load`` does, and a key that is given twice is an error.
 
-And the text of what is wrong with its values.
+And the text of what is wrong with its values, or with those of a body, of flags or of environment variables.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import IO, TYPE_CHECKING, Any
 
 import yaml
@@ -46,16 +47,20 @@ _NO_SECTION = frozenset({"model_type", "model_attributes_type", "dict_type"})
 """Pydantic's types of a value where a section belongs; its own words name classes."""
 
 
+def problem_text(problem: Mapping[str, Any]) -> str:
+    """One of ``ValidationError.errors()`` without its key, in words that name a remedy where pydantic's do not."""
+    if problem["type"] == "extra_forbidden":
+        return "unknown key; check the spelling"
+    if problem["type"] in _NO_SECTION:
+        value = problem["input"]
+        return f"expected keys with values, found {'nothing' if value is None else type(value).__name__}"
+    return str(problem["msg"]).removeprefix("Value error, ")
+
+
 def problems_of(error: ValidationError) -> str:
     """The problems of a file's values as one line for their number and one for each, with its key."""
     lines = [f"{error.error_count()} problem(s)"]
     for problem in error.errors():
         where = ".".join(str(part) for part in problem["loc"]) or "(top level)"
-        what = problem["msg"]
-        if problem["type"] == "extra_forbidden":
-            what = "unknown key; check the spelling"
-        elif problem["type"] in _NO_SECTION:
-            value = problem["input"]
-            what = f"expected keys with values, found {'nothing' if value is None else type(value).__name__}"
-        lines.append(f"  {where}: {what.removeprefix('Value error, ')}")
+        lines.append(f"  {where}: {problem_text(problem)}")
     return "\n".join(lines)

@@ -38,6 +38,7 @@ from proxy.operations.operations import Operations
 from proxy.restart.snapshots import Snapshots
 from proxy.settings import Settings
 from proxy.ui.routes import ui_routes
+from warmroute_yaml import problem_text
 
 
 class ProxyApp:
@@ -193,8 +194,7 @@ def _handle_errors(app: FastAPI, core: Core) -> None:
     @app.exception_handler(RequestValidationError)
     async def on_invalid(_: Request, error: RequestValidationError) -> Response:
         problems = "; ".join(
-            f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg'].removeprefix('Value error, ')}"
-            for problem in error.errors()
+            f"{'.'.join(str(part) for part in problem['loc'])}: {problem_text(problem)}" for problem in error.errors()
         )
         return Response(error_body(problems, "invalid_request_error"), 400, media_type="application/json")
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from bench.analysis.architecture import Architecture
 from bench.analysis.output import AnalysisError
-from warmroute_yaml import load_yaml
+from warmroute_yaml import load_yaml, problem_text
 
 MODEL_FOLDER = Path(__file__).resolve().parents[2] / "configs" / "models"
 GPU_FOLDER = Path(__file__).resolve().parents[2] / "configs" / "gpus"
@@ -111,7 +111,9 @@ def _validated(kind: type[_Sheet], raw: dict[str, Any], path: Path) -> _Sheet:
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
-        lines = "; ".join(f"{'.'.join(map(str, each['loc'])) or 'file'}: {each['msg']}" for each in error.errors())
+        lines = "; ".join(
+            f"{'.'.join(map(str, each['loc'])) or 'file'}: {problem_text(each)}" for each in error.errors()
+        )
         raise AnalysisError(f"{path} is not a {'GPU' if kind is GpuSheet else 'model'} file: {lines}") from error
 
 

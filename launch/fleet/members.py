@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from launch.fleet.keys import FleetKeys
 from launch.fleet.sections import GroupSettings, VllmSettings
 from policies.types import Role
+from warmroute_yaml import problem_text
 
 _ROLE_PREFIX = {Role.KV_PRODUCER: "p-", Role.KV_CONSUMER: "d-"}
 
@@ -125,8 +126,7 @@ def _merged(fleet: FleetKeys, group: GroupSettings, where: str) -> VllmSettings:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
-        what = "unknown key; check the spelling" if first["type"] == "extra_forbidden" else first["msg"]
-        raise ValueError(f"{where}.vllm.{key}: {what.removeprefix('Value error, ')}") from error
+        raise ValueError(f"{where}.vllm.{key}: {problem_text(first)}") from error
 
 
 def _laid_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:

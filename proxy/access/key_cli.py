@@ -12,6 +12,8 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from warmroute_yaml import problem_text
+
 key_app = typer.Typer(no_args_is_help=True, help="Generate and hash API keys for `warmroute serve` (docs/security.md).")
 
 _SHORTEST = 20
@@ -100,7 +102,7 @@ def _check(name: str, limits: Mapping[str, Any] = MappingProxyType({})) -> None:
     try:
         ClientKey.model_validate({"name": name, "sha256": "0" * 64, **limits})
     except ValidationError as error:
-        _fail("; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()))
+        _fail("; ".join(f"{'.'.join(map(str, each['loc']))}: {problem_text(each)}" for each in error.errors()))
 
 
 def _fail(message: str) -> NoReturn:

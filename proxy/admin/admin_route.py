@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from proxy.clip import clip
 from proxy.errors import RequestError, encoding_error
+from warmroute_yaml import problem_text
 
 
 class AdminRoute(APIRoute):
@@ -48,7 +49,7 @@ def _fields(body: Any) -> str:
 
 
 def _sentence(problem: Mapping[str, Any], fields: str) -> str:
-    """A problem of validation in the words that settings have; pydantic's name no remedy for these."""
+    """A problem of validation in the words that settings have; of the body as a whole, in those of a client."""
     place = ".".join(map(str, problem["loc"]))
     having = f" with fields of {fields}" if fields else ""
     if problem["type"] == "json_invalid":
@@ -57,10 +58,9 @@ def _sentence(problem: Mapping[str, Any], fields: str) -> str:
         return f"the body is missing: send a JSON object{having}"
     if place == "body" and problem["type"] in {"model_attributes_type", "dict_type"}:
         return f"the body must be a JSON object{having}"
-    if problem["type"] == "extra_forbidden":
-        known = f"known: {fields}" if fields and len(problem["loc"]) == 2 else "check the spelling"
-        return f"{clip(place, 200)}: unknown key; {known}"
-    return f"{place}: {problem['msg'].removeprefix('Value error, ')}"
+    if problem["type"] == "extra_forbidden" and fields and len(problem["loc"]) == 2:
+        return f"{clip(place, 200)}: unknown key; known: {fields}"
+    return f"{clip(place, 200)}: {problem_text(problem)}"
 
 
 def refuse_empty(wanted: BaseModel) -> None:

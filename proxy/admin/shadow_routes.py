@@ -11,6 +11,7 @@ from proxy.admin.admin_route import AdminRoute, refuse_empty
 from proxy.core import Core
 from proxy.errors import RequestError
 from proxy.settings import ShadowEntry, ShadowSettings
+from warmroute_yaml import problem_text
 
 
 class ShadowSwitch(BaseModel):
@@ -38,7 +39,7 @@ def shadow_routes(core: Core) -> APIRouter:
         try:
             core.shadows.switch(ShadowSettings(**{**core.shadows.as_settings(), **given}))
         except ValidationError as error:
-            problems = "; ".join(problem["msg"].removeprefix("Value error, ") for problem in error.errors())
+            problems = "; ".join(problem_text(problem) for problem in error.errors())
             raise RequestError(400, problems, code="unknown_shadow") from error
         except ValueError as error:
             raise RequestError(400, str(error), code="unknown_shadow") from error

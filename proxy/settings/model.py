@@ -46,7 +46,7 @@ from proxy.settings.security import AdminSettings, FairnessSettings, KeySettings
 from proxy.settings.serving import BreakdownSettings, HealthSettings, LimitSettings, LogSettings, TimeoutSettings
 from proxy.settings.sessions import CacheKillerSettings, NormalizeSettings, SessionSettings
 from proxy.settings.sharing import SharingSettings
-from warmroute_yaml import load_yaml
+from warmroute_yaml import load_yaml, problem_text
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _NO_ENGINE = (
@@ -295,11 +295,7 @@ def _explain(error: ValidationError, path: Path | None, flags: dict[str, Any]) -
         variable = environment.origin(problem["loc"], flags)
         from_variable = environment.remark(variable) if variable else ""
         elsewhere |= variable is None
-        what = (
-            f"unknown key{from_variable}; check the spelling"
-            if problem["type"] == "extra_forbidden"
-            else problem["msg"].removeprefix("Value error, ") + from_variable
-        )
+        what = problem_text(problem) + from_variable
         if what == _NO_ENGINE:
             where = "instances"
         lines.append(f"  {where}: {what}")

@@ -118,6 +118,7 @@ async def test_an_unknown_name_and_a_wrong_parameter_have_codes_of_their_own(
         ("/policy", b'{"nam', "the body is not valid JSON: "),
         ("/policy", b'"linear"', "the body must be a JSON object with fields of name, "),
         ("/policy", b'{"policy": "linear"}', "body.policy: unknown key; known: name, params, planner, planner_params"),
+        ("/policy", b'{"params": "steps=1"}', "body.params: expected keys with values, found str"),
         ("/admission", b'{"rule": 1}', "body.rule: unknown key; known: name, params, max_hold_s"),
         ("/shadow", b'{"policy": 1}', "body.policy: unknown key; known: policies, planners, admission"),
     ],

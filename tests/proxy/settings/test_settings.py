@@ -107,6 +107,8 @@ def test_name_defaults_to_the_address() -> None:
     ("wrong", "says"),
     [
         ({"polcy": {}}, "polcy: unknown key"),
+        ({"limits": 5}, "limits: expected keys with values, found int"),
+        ({"policy": {"name": "linear", "params": [1]}}, "policy.params: expected keys with values, found list"),
         ({"instances": [{"name": "..", "url": "http://127.0.0.1:1"}]}, "clients leave out . and .. of a path"),
         ({"instances": [{"name": "a/./b", "url": "http://127.0.0.1:1"}]}, "clients leave out . and .. of a path"),
         ({"policy": {"name": "lienar"}}, "known: aibrix_prefix, dynamo_cost, joint, least_loaded, linear"),
