@@ -26,8 +26,9 @@ from proxy.admin.routes import admin_routes, probe_routes
 from proxy.admin.session_routes import session_routes
 from proxy.admin.shadow_routes import shadow_routes
 from proxy.admin_listener import admin_listener
+from proxy.clip import clip
 from proxy.core import Core
-from proxy.errors import RequestError, dialect_of, error_body
+from proxy.errors import RequestError, dialect_of, error_body, method_error
 from proxy.exchange.generation import Generation
 from proxy.gather.gather import Gather
 from proxy.gather.inner import listed
@@ -35,6 +36,7 @@ from proxy.gather.peers import Peers
 from proxy.gather.place import Place
 from proxy.metrics.conditions import ConditionMetrics
 from proxy.operations.operations import Operations
+from proxy.paths import NO_ADMIN_ENDPOINT
 from proxy.restart.snapshots import Snapshots
 from proxy.settings import Settings
 from proxy.ui.routes import ui_routes
@@ -132,7 +134,9 @@ def _control_app(core: Core, operations: Operations, endpoints: _Endpoints) -> F
     )
     registered = [*app.routes, *(route for router in routers for route in router.routes)]
     # A route without a path, as a nested router is, may have any.
-    core.access.set_endpoints(str(getattr(route, "path", None) or "/") for route in registered)
+    core.access.set_endpoints(
+        (str(getattr(route, "path", None) or "/"), getattr(route, "methods", None) or ()) for route in registered
+    )
     for router in routers:
         app.include_router(router)
     describe_generation(app)
@@ -188,8 +192,7 @@ async def _running(core: Core, operations: Operations, endpoints: _Endpoints) ->
 def _handle_errors(app: FastAPI, core: Core) -> None:
     @app.exception_handler(RequestError)
     async def on_request_error(_: Request, error: RequestError) -> Response:
-        headers = {"retry-after": str(error.retry_after_s)} if error.retry_after_s is not None else {}
-        return Response(error.body(), error.status, headers, "application/json")
+        return Response(error.body(), error.status, error.headers, "application/json")
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid(_: Request, error: RequestValidationError) -> Response:
@@ -201,11 +204,15 @@ def _handle_errors(app: FastAPI, core: Core) -> None:
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
         method, path = request.method, request.scope["path"]
-        if error.status_code in {404, 405} and side_of(path) is Side.CLIENT:
-            methods = client_methods(core, request.scope)
-            problem = unsupported(method, path, methods)
-            allowed = {"allow": ", ".join(methods)} if problem.status == 405 else {}
-            return Response(dialect_of(path).body(problem), problem.status, allowed, "application/json")
+        if error.status_code in {404, 405}:
+            if side_of(path) is Side.CLIENT:
+                problem = unsupported(method, path, client_methods(core, request.scope))
+            elif error.status_code == 405:
+                problem = method_error(method, path, core.access.endpoints.methods(path))
+            else:
+                message = f"{method} {clip(path, 200)}: {NO_ADMIN_ENDPOINT}"
+                problem = RequestError(404, message, kind="not_found_error", code="unknown_path")
+            return Response(dialect_of(path).body(problem), problem.status, problem.headers, "application/json")
         message = f"{method} {path}: {error.detail}"
         return Response(
             error_body(message, "invalid_request_error"), error.status_code, error.headers, "application/json"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -12,7 +12,10 @@ from proxy.clip import clip
 
 
 class RequestError(Exception):
-    """A request that cannot be served, with the status and message for the client, which is cut if it is long."""
+    """A request that cannot be served, with the status and message for the client, which is cut if it is long.
+
+    ``headers`` are those that go with it: ``retry-after``, and for a method that a path lacks ``allow``.
+    """
 
     def __init__(
         self,
@@ -23,6 +26,7 @@ class RequestError(Exception):
         code: str | None = None,
         param: str | None = None,
         retry_after_s: int | None = None,
+        allow: Sequence[str] = (),
     ) -> None:
         message = clip(message)
         super().__init__(message)
@@ -32,10 +36,19 @@ class RequestError(Exception):
         self.code = code
         self.param = param if param is None else clip(param)
         self.retry_after_s = retry_after_s
+        self.headers = {} if retry_after_s is None else {"retry-after": str(retry_after_s)}
+        if allow:
+            self.headers["allow"] = ", ".join(allow)
 
     def body(self) -> bytes:
         """The error object as JSON."""
         return error_body(self.message, self.kind, self.code, self.param)
+
+
+def method_error(method: str, path: str, methods: Sequence[str], why: str = "") -> RequestError:
+    """Error for a known path that has only other ``methods``, or for another reason lacks this one."""
+    message = f"{method} {clip(path, 200)}: " + (why or f"this path has {', '.join(methods)} only")
+    return RequestError(405, message, code="method_not_allowed", allow=methods)
 
 
 def draining_error() -> RequestError:

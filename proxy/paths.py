@@ -104,6 +104,9 @@ def wrong_base_url(path: str) -> str | None:
     return None
 
 
+NO_ADMIN_ENDPOINT = "no admin endpoint has the path: GET /docs lists them (see 'Endpoints' in docs/proxy.md)"
+
+
 def not_served() -> str:
     """Explanation of a path that is none of the proxy's."""
     return (

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from enum import StrEnum
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from proxy.access.endpoints import Endpoints
 from proxy.access.keys import KeyName, Keys
 from proxy.clip import clip
-from proxy.errors import RequestError
+from proxy.errors import RequestError, method_error
 from proxy.logs import LimitedLog
-from proxy.paths import CLIENT_PATHS, DASHBOARD_FILES, DASHBOARD_PAGES, PING, first_part, not_served, wrong_base_url
+from proxy.paths import (
+    CLIENT_PATHS,
+    DASHBOARD_FILES,
+    DASHBOARD_PAGES,
+    NO_ADMIN_ENDPOINT,
+    PING,
+    not_served,
+    wrong_base_url,
+)
 from proxy.settings import Settings
 from proxy.settings.urls import is_loopback
 
@@ -59,19 +68,14 @@ class Access:
     def __init__(self, settings: Settings, keys: Keys) -> None:
         self._keys = keys
         self._admin = settings.admin
-        self._first_parts: frozenset[str] | None = None
+        self.endpoints = Endpoints()
         self._bound = {Listener.MAIN: settings.host, Listener.ADMIN: settings.admin.host}
         self.refusals = LimitedLog(log)
         """Guessing keys must not fill the disk."""
 
-    def set_endpoints(self, paths: Iterable[str]) -> None:
-        """Take the paths of all endpoints; until then, and if one may begin with anything, all paths may be one.
-
-        Args:
-            paths: as registered, with parameters in braces.
-        """
-        parts = frozenset(first_part(path) for path in paths)
-        self._first_parts = None if any(not part or "{" in part for part in parts) else parts
+    def set_endpoints(self, registered: Iterable[tuple[str, Collection[str]]]) -> None:
+        """Take all `Endpoints`; until then every path may be one."""
+        self.endpoints = Endpoints(registered)
 
     def apply(self, settings: Settings) -> None:
         """Apply other rules; the listeners' addresses stay."""
@@ -93,7 +97,7 @@ class Access:
             The name of the key it carries, or None if no key is required.
 
         Raises:
-            RequestError: 401 (key), 403 (not allowed here) or 404 (not on this listener, or on none).
+            RequestError: 401 (key), 403 (not allowed here), 404 (not on this listener, or on none) or 405 (the method).
         """
         side = side_of(path)
         try:
@@ -104,9 +108,9 @@ class Access:
                 raise RequestError(
                     404, f"{method} {clip(path, 200)}: {mistake}", kind="not_found_error", code="unknown_path"
                 )
-            if side is Side.ADMIN and not self._may_be_endpoint(path):
+            if side is Side.ADMIN and not self.endpoints.may_have(path):
                 # Refused here, whatever the key: a path that is taken for unknown by mistake reaches no endpoint.
-                message = f"{method} {clip(path, 200)}: {not_served()}"
+                message = f"{method} {clip(path, 200)}: {self._served(listener)}"
                 raise RequestError(404, message, kind="not_found_error", code="unknown_path")
             if side is Side.OPEN:
                 return None
@@ -124,9 +128,11 @@ class Access:
             )  # fmt: skip
             raise
 
-    def _may_be_endpoint(self, path: str) -> bool:
-        """False if no endpoint's path begins as this one; compared without regard to case and to slashes at the end."""
-        return self._first_parts is None or first_part(path) in self._first_parts
+    def _served(self, listener: Listener) -> str:
+        """Explanation of a path that is none of the proxy's: the paths of this listener, or where to find them."""
+        if listener is Listener.ADMIN:
+            return f"{NO_ADMIN_ENDPOINT}; the OpenAI API is on the main listener (host, port)"
+        return not_served() if self._admin.port is not None else f"{not_served()}; GET /docs lists the admin endpoints"
 
     def _check_admin(self, listener: Listener, method: str, path: str, headers: dict[bytes, bytes]) -> KeyName | None:
         if path == "/metrics" and method in _SAFE and self._admin.open_metrics:
@@ -148,6 +154,9 @@ class Access:
             )
         self._refuse_foreign_host(listener, headers)
         if method not in _SAFE and (method, path) not in _CHANGES_NO_FLEET:
+            methods = self.endpoints.methods(path)
+            if methods and method not in methods:  # refused in any case: a key would not help
+                raise method_error(method, path, methods)
             raise _forbidden(
                 f"{method} {path} changes the fleet, which always needs an admin key: configure keys.admin "
                 "(`warmroute key new`) and send 'Authorization: Bearer KEY'"

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 from proxy.admin.anthropic_models import HEADER, anthropic_card, anthropic_page
 from proxy.clip import clip
 from proxy.core import Core
-from proxy.errors import RequestError, dialect_of, no_instance_error
+from proxy.errors import RequestError, dialect_of, method_error, no_instance_error
 from proxy.fleet.reachability import list_refusal, outage
 from proxy.paths import MODEL, OTHER_METHODS, methods_of, no_response_action, not_served, wrong_base_url
 
@@ -75,13 +75,12 @@ def unsupported(method: str, path: str, methods: tuple[str, ...]) -> RequestErro
         message = f"{method} {clip(path, 200)}: write the path as it is, without percent-encoding"
         return RequestError(404, message, kind="not_found_error", code="unknown_path")
     if (lacking := no_response_action(path, method)) is not None:
-        message = f"{method} {clip(path, 200)}: {lacking}"
         if method == "DELETE":
-            return RequestError(405, message, code="method_not_allowed")
+            return method_error(method, path, methods, lacking)
+        message = f"{method} {clip(path, 200)}: {lacking}"
         return RequestError(404, message, kind="not_found_error", code="unknown_path")
     if methods:
-        message = f"{method} {clip(path, 200)}: this path has {', '.join(methods)} only"
-        return RequestError(405, message, code="method_not_allowed")
+        return method_error(method, path, methods)
     if (mistake := wrong_base_url(clip(path, 200))) is not None:
         message = f"{method} {clip(path, 200)}: {mistake}"
         return RequestError(404, message, kind="not_found_error", code="unknown_path")
@@ -100,8 +99,7 @@ def _json(content: dict[str, Any]) -> Response:
 def _refusal(error: RequestError, request: Request) -> Response:
     """The error in the shape of the client's API; the paths of models are the same in both."""
     path = "/v1/messages" if HEADER in request.headers else MODEL
-    headers = {"retry-after": str(error.retry_after_s)} if error.retry_after_s is not None else {}
-    return Response(dialect_of(path).body(error), error.status, headers, "application/json")
+    return Response(dialect_of(path).body(error), error.status, error.headers, "application/json")
 
 
 def _ping(core: Core) -> Response:

@@ -36,9 +36,7 @@ CHANGING = [
     ("POST", "/instances"),
     ("DELETE", "/instances/inst-0"),
     ("PUT", "/instances/inst-0"),
-    ("PATCH", "/instances/inst-0"),
     ("POST", "/instances/inst-0/drain"),
-    ("POST", "/instances/inst-0/something/new"),
     ("POST", "/INSTANCES"),
     ("POST", "/reload/"),
 ]
@@ -172,8 +170,47 @@ async def test_what_changes_the_fleet_needs_an_admin_key_even_on_loopback(start_
         assert (await proxy.client.request(method, path, json={}, headers=bearer(ADMIN))).status_code == 403
         assert code(await guarded.client.request(method, path, json={}))[0] == 401
         assert code(await guarded.client.request(method, path, json={}, headers=bearer(KEY)))[0] == 401
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("DELETE", "/policy", "GET, PUT"),
+        ("POST", "/policy", "GET, PUT"),
+        ("HEAD", "/policy", "GET, PUT"),
+        ("GET", "/reload", "POST"),
+        ("PUT", "/instances", "GET, POST"),
+        ("PATCH", "/instances/inst-0", "DELETE, GET, PUT"),
+        ("POST", "/instances/inst-0/something/new", "DELETE, GET, PUT"),
+        ("POST", "/metrics", "GET"),
+    ],
+)
+async def test_a_method_that_an_admin_path_lacks_is_no_matter_of_keys(
+    start_proxy: StartProxy, method: str, path: str, allowed: str
+) -> None:
+    proxy, guarded = await start_proxy(1), await start_proxy(1, keys=KEYS)
+    for answer in (
+        await proxy.client.request(method, path),
+        await guarded.client.request(method, path, headers=bearer(ADMIN)),
+    ):
+        assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
+        if method != "HEAD":
+            assert code(answer) == (405, "method_not_allowed")
+            assert answer.json()["error"]["message"] == f"{method} {path}: this path has {allowed} only"
+    assert (await guarded.client.request(method, path)).status_code == 401
+    reachable = await start_proxy(1, host="0.0.0.0")
+    assert (await reachable.client.request(method, path)).status_code == 403
+    foreign = await proxy.client.request(method, path, headers={"host": "evil.example.com"})
+    assert foreign.status_code == 403
+
+
+async def test_a_path_that_only_begins_as_an_endpoints_is_not_found_with_a_key(start_proxy: StartProxy) -> None:
+    guarded = await start_proxy(1, keys=KEYS)
+    assert (await guarded.client.post("/policy/new")).status_code == 401
     # Allowed: FastAPI decides if there is such an endpoint.
-    assert (await guarded.client.post("/policy/new", headers=bearer(ADMIN))).status_code == 404
+    answer = await guarded.client.post("/policy/new", headers=bearer(ADMIN))
+    assert code(answer) == (404, "unknown_path")
+    assert "POST /policy/new: no admin endpoint has the path: GET /docs" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -189,23 +226,26 @@ async def test_a_path_that_is_no_endpoint_is_not_found_whatever_the_key(start_pr
                 for method in ("GET", "POST"):
                     answer = await client.request(method, path, headers=headers)
                     assert code(answer) == (404, "unknown_path")
-                    assert "/v1/chat/completions" in answer.json()["error"]["message"]
+                    message = answer.json()["error"]["message"]
+                    assert ("/v1/chat/completions" in message) == (client is not admin)
+                    assert ("GET /docs" in message) == (client is not guarded.client)  # its endpoints are elsewhere
 
 
 def test_every_path_may_be_an_endpoint_until_all_are_known_or_if_one_begins_with_anything() -> None:
     rules = access()
     for paths in ((), ("/instances", "/{anything}"), ("/instances", "/")):
         if paths:
-            rules.set_endpoints(paths)
+            rules.set_endpoints((path, {"POST"}) for path in paths)
         with pytest.raises(RequestError) as refused:
             rules.check(Listener.MAIN, "POST", "/foo", {b"host": b"localhost"})
         assert refused.value.status == 403
-    rules.set_endpoints(("/instances/{name}",))
+    rules.set_endpoints([("/instances/{name}", {"GET", "PUT"}), ("/instances/{name}", {"POST"})])
     for path, status in (
         ("/foo", 404),
         ("/foo/../instances", 404),
         ("/./instances", 404),
         ("/instances", 403),
+        ("/instances/x", 403),
         ("/Instances/x/y/", 403),
     ):
         with pytest.raises(RequestError) as refused:
