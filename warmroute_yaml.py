@@ -1,17 +1,32 @@
 """YAML as every file of settings is read: as ``yaml.safe_load`` does, and a key that is given twice is an error.
 
-And the text of what is wrong with its values, or with those of a body, of flags or of environment variables.
+And the text of what is wrong with its values, or with those of a body, of flags or of environment variables; and the
+files of the shipped hardware profiles, which proxy, launcher and simulator read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import yaml
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
+
+HARDWARE_FOLDER = Path(__file__).resolve().parent / "configs" / "hardware"
+"""Folder of the shipped hardware profiles; the points that they are fitted to lie beside them."""
+
+
+def hardware_file(name: str) -> Path:
+    """Path of a hardware profile: a path to a YAML file unchanged, a name looked up in configs/hardware."""
+    return Path(name) if name.endswith((".yaml", ".yml")) else HARDWARE_FOLDER / f"{name}.yaml"
+
+
+def hardware_names() -> list[str]:
+    """Names of the shipped hardware profiles, sorted."""
+    return sorted(path.stem for path in HARDWARE_FOLDER.glob("*.yaml") if not path.stem.endswith("_points"))
 
 
 class _Loader(yaml.SafeLoader):

@@ -17,9 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from policies.costs.constants import CostConstants, constants_of
 from sim.core.timing import StepTiming
 from sim.core.types import TransferSeconds
-from warmroute_yaml import load_yaml, problems_of
-
-HARDWARE_FOLDER = Path(__file__).resolve().parent.parent / "configs" / "hardware"
+from warmroute_yaml import hardware_file, hardware_names, load_yaml, problems_of
 
 
 class ProfileError(Exception):
@@ -229,13 +227,6 @@ def _no_transfer(size_bytes: int, streams: float, transfers: int) -> float:
     raise ProfileError("this profile has no KV transport")
 
 
-def profile_path(name: str) -> Path:
-    """Path of a profile: a path to a YAML file unchanged, a name looked up in configs/hardware."""
-    if name.endswith((".yaml", ".yml")):
-        return Path(name)
-    return HARDWARE_FOLDER / f"{name}.yaml"
-
-
 def read_yaml(path: Path) -> object:
     """The content of a YAML file.
 
@@ -256,10 +247,9 @@ def load_profile(name: str) -> HardwareProfile:
     Raises:
         ProfileError: it does not exist or does not fit the model; the text names the known profiles.
     """
-    path = profile_path(name)
+    path = hardware_file(name)
     if not path.exists():
-        known = sorted(each.stem for each in HARDWARE_FOLDER.glob("*.yaml") if not each.stem.endswith("_points"))
-        raise ProfileError(f"no hardware profile {path}; known: {', '.join(known)}")
+        raise ProfileError(f"no hardware profile {path}; known: {', '.join(hardware_names())}")
     try:
         return HardwareProfile.model_validate(read_yaml(path))
     except ValidationError as error:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from sim.hardware import HARDWARE_FOLDER, KvPool, ProfileError, read_yaml
-from warmroute_yaml import problems_of
+from sim.hardware import KvPool, ProfileError, read_yaml
+from warmroute_yaml import HARDWARE_FOLDER, problems_of
 
 
 class _Strict(BaseModel):

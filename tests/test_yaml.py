@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 from launch.experiment.definition.file import load_experiment
-from launch.fleet.file import load_fleet
+from launch.fleet.file import FleetError, load_fleet, parse_fleet
 from proxy.settings import load_settings
 from sim.hardware import ProfileError, load_profile
-from warmroute_yaml import load_yaml
+from warmroute_yaml import hardware_file, hardware_names, load_yaml
 
 ROOT = Path(__file__).parents[1]
 TWICE = "port: 1\nadmin: {port: 2}\nport: 3\n"
@@ -70,3 +70,24 @@ def test_no_settings_are_read_by_another_reader() -> None:
         if "yaml.safe_load" in path.read_text(encoding="utf-8")
     ]
     assert others == []
+
+
+def test_simulator_and_fleets_know_the_same_hardware_profiles() -> None:
+    names = hardware_names()
+    assert {"h20", "h200", "h200-nvlink-128"} <= set(names)
+    for name in names:
+        assert load_profile(name).name == name
+        fleet = {"kind": "sim", "model": "m", "base_port": 9101, "count": 1, "role": "none"}
+        assert parse_fleet({**fleet, "sim": {"profile": name}}).sim.profile == name
+    with pytest.raises(ProfileError, match=", ".join(names)):
+        load_profile("h999")
+    with pytest.raises(FleetError, match=", ".join(names)):
+        parse_fleet({**fleet, "sim": {"profile": "h999"}})
+
+
+def test_a_file_of_the_name_of_a_profile_is_not_the_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a name that ends with .yaml is a path, whoever asks."""
+    (tmp_path / "h200").write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert hardware_file("h200") == ROOT / "configs" / "hardware" / "h200.yaml"
+    assert hardware_file("h200.yaml") == Path("h200.yaml")

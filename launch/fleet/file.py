@@ -17,8 +17,7 @@ from launch.fleet.overrides import apply_environment, apply_overrides
 from launch.shipped import ShippedFileError, find_shipped
 from policies.types import Role, Transport
 from proxy.settings import SettingsError, load_settings
-from proxy.settings.routing import HARDWARE_FOLDER
-from warmroute_yaml import load_yaml, problems_of
+from warmroute_yaml import hardware_file, hardware_names, load_yaml, problems_of
 
 FLEETS = Path(__file__).resolve().parents[2] / "configs" / "fleets"
 """Folder of the shipped fleet files."""
@@ -118,17 +117,13 @@ def load_fleet(path: Path, overrides: Sequence[str] = ()) -> FleetFile:
 
 
 def _check_profile(profile: str, source: str) -> None:
-    if profile.endswith((".yaml", ".yml")):
-        if not Path(profile).is_file():
-            raise FleetError(f"{source}: sim.profile: no file at {profile}")
-    elif not (HARDWARE_FOLDER / f"{profile}.yaml").is_file():
-        names = ", ".join(profile_names())
-        raise FleetError(f"{source}: sim.profile: no profile {profile!r}; known: {names}, or a path to one")
-
-
-def profile_names() -> list[str]:
-    """Names of the shipped hardware profiles; the points that they are fitted to lie beside them."""
-    return sorted(path.stem for path in HARDWARE_FOLDER.glob("*.yaml") if not path.stem.endswith("_points"))
+    path = hardware_file(profile)
+    if path.is_file():
+        return
+    if path == Path(profile):
+        raise FleetError(f"{source}: sim.profile: no file at {profile}")
+    names = ", ".join(hardware_names())
+    raise FleetError(f"{source}: sim.profile: no profile {profile!r}; known: {names}, or a path to one")
 
 
 def find_fleet(path: Path) -> Path:

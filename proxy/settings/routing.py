@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
@@ -16,11 +15,10 @@ from policies.classes import ClassThresholds
 from policies.costs.constants import CostConstants, constants_of
 from policies.registry import PolicyLoadError, PolicyParameterError, make_admission, make_planner, make_routing
 from proxy.settings.section import Seconds, Section
-from warmroute_yaml import load_yaml
+from warmroute_yaml import hardware_file, hardware_names, load_yaml
 
 LONGEST_KEEP_S = 86_400
 """Longest ``keep_s`` of an admission rule."""
-HARDWARE_FOLDER = Path(__file__).resolve().parents[2] / "configs" / "hardware"
 
 
 class PolicySettings(Section):
@@ -130,7 +128,7 @@ def hardware_constants(name: str) -> CostConstants:
     Raises:
         ValueError: no such profile, or one without usable constants; the message says what to do.
     """
-    path = Path(name) if name.endswith((".yaml", ".yml")) else HARDWARE_FOLDER / f"{name}.yaml"
+    path = hardware_file(name)
     try:
         values = load_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -157,8 +155,8 @@ def hardware_constants(name: str) -> CostConstants:
 
 def _calibrated() -> list[str]:
     """Names of the shipped profiles that have cost constants."""
-    return sorted(
-        path.stem
-        for path in HARDWARE_FOLDER.glob("*.yaml")
-        if re.search(r"^costs:", path.read_text(encoding="utf-8"), re.M)
-    )
+    return [
+        name
+        for name in hardware_names()
+        if re.search(r"^costs:", hardware_file(name).read_text(encoding="utf-8"), re.M)
+    ]

@@ -8,10 +8,10 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from sim.hardware import HARDWARE_FOLDER
 from tests.command_line.commands import commands, option_names
 from warmroute import build
 from warmroute_names import COMMANDS, OPTIONS, REMOVED_IN, current
+from warmroute_yaml import HARDWARE_FOLDER
 
 RUNNER = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"})
 BY_PATH = {" ".join(path): command for path, command in commands()}

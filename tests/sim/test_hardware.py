@@ -16,7 +16,6 @@ from sim.core.types import EngineConfig
 from sim.fit import Fit, fit, model_prefill
 from sim.fit_report import by_kind, profile_yaml
 from sim.hardware import (
-    HARDWARE_FOLDER,
     HardwareProfile,
     LoadedTransferRow,
     ProfileError,
@@ -25,6 +24,7 @@ from sim.hardware import (
 )
 from sim.points import load_points
 from sim.virtual import VirtualFleet
+from warmroute_yaml import HARDWARE_FOLDER
 
 PROFILES = ("h20", "h200")
 

@@ -65,9 +65,9 @@ def pd_cost(
 
 def _points_path(profile: str) -> Path:
     """The file of measured points beside a profile."""
-    from sim.hardware import profile_path
+    from warmroute_yaml import hardware_file
 
-    path = profile_path(profile)
+    path = hardware_file(profile)
     return path.with_name(f"{path.stem}_points.yaml")
 
 

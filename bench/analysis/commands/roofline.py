@@ -125,8 +125,9 @@ def roofline(
 
 
 def _points(profile: str, model: str, gpu: str, gpus: int, precision: Precision) -> Points | None:
-    from sim.hardware import HARDWARE_FOLDER, ProfileError
+    from sim.hardware import ProfileError
     from sim.points import load_points, points_path
+    from warmroute_yaml import HARDWARE_FOLDER
 
     if profile == "none":
         return None

@@ -13,7 +13,7 @@ from launch.experiment.definition.engines import check_engines
 from launch.experiment.definition.file import ExperimentError, LoadedExperiment
 from launch.experiment.definition.fleets import arm_fleets, fleet_source
 from launch.experiment.definition.sections import SimulatedBackend
-from launch.fleet.file import FleetFile, profile_names
+from launch.fleet.file import FleetFile
 from replayer.replay.plan import OfferedLoad, PlanOptions, make_plan
 from replayer.traces.formats import bailian
 from replayer.traces.formats.source import file_sha256
@@ -21,6 +21,7 @@ from replayer.traces.loading import LoadOptions, load, load_trace
 from replayer.traces.shorten import shortened
 from replayer.traces.synth import SynthOptions, synthetic_trace
 from replayer.traces.trace import Trace, TraceError
+from warmroute_yaml import hardware_file, hardware_names
 
 TRACE_FILE = "trace.jsonl"
 _PROJECT = Path(__file__).resolve().parents[3]
@@ -172,12 +173,10 @@ def _profiles(experiment: LoadedExperiment, fleets: dict[str, FleetFile]) -> dic
         wanted |= {settings.simulated(name).profile for name in settings.arms}
     found = {}
     for name in sorted(wanted):
-        for place in (Path(name), _PROJECT / "configs" / "hardware" / f"{name}.yaml"):
-            if place.is_file():
-                found[name] = hashlib.sha256(place.read_bytes()).hexdigest()
-                break
-        else:
+        path = hardware_file(name)
+        if not path.is_file():
             raise ExperimentError(
-                f"hardware profile {name!r}: neither a file nor one of configs/hardware ({', '.join(profile_names())})"
+                f"hardware profile {name!r}: neither a file nor one of configs/hardware ({', '.join(hardware_names())})"
             )
+        found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
     return found

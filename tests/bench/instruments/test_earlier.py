@@ -14,10 +14,11 @@ from typer.testing import CliRunner, Result
 from bench.instruments.cli import register
 from bench.instruments.record import InstrumentRecord, read_record, write_record
 from policies.types import Transport
-from sim.hardware import HARDWARE_FOLDER, load_profile
+from sim.hardware import load_profile
 from sim.points import load_points
 from tests.bench.instruments.documented import PAGES
 from tests.bench.instruments.documented import RECORDS as INSTRUMENTS
+from warmroute_yaml import HARDWARE_FOLDER
 
 RECORDS = INSTRUMENTS / "h200-128"
 SHIPPED = "h200-nvlink-128"
