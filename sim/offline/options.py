@@ -138,8 +138,13 @@ class SimOptions:
             raise SimulationError("--pool-tokens must be at least 1")
         if not is_not_negative(self.noise.arrival_jitter_s) or not 0 <= self.noise.speed_sigma <= 1:
             raise SimulationError("--arrival-jitter-s must be at least 0 and finite, and --speed-sigma be within 0..1")
-        for name in ("slowdown", "recent_half_life_s", "probe_interval_s", "max_hold_s"):
-            if not is_positive(getattr(self, name)):
+        for name, value in (
+            ("--slowdown", self.slowdown),
+            ("--max-hold-s", self.max_hold_s),
+            ("recent_half_life_s", self.recent_half_life_s),
+            ("probe_interval_s", self.probe_interval_s),
+        ):
+            if not is_positive(value):
                 raise SimulationError(f"{name} must be above 0 and finite")
         try:
             self.plan.check()

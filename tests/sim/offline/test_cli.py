@@ -256,6 +256,8 @@ def test_python_m_sim_simulates_too(trace: Path, tmp_path: Path) -> None:
         (["--pool-tokens", "10"], "holds no block"),
         (["--role", "kv_producer"], "--role kv_producer: no instance could decode"),
         (["--sweep", "role=kv_producer,none", "--sweep", "seed=1,2"], "--role kv_producer: no instance could decode"),
+        (["--slowdown", "0"], "error: --slowdown must be above 0"),
+        (["--max-hold-s", "0"], "error: --max-hold-s must be above 0"),
         (["--arrival-speed", "0"], "--arrival-speed and --think-speed must be above 0"),
         (["--jobs", "2"], "are for sweeps"),
         (["--ray"], "are for sweeps"),

@@ -80,7 +80,7 @@ def test_values_are_typed_as_their_settings_are(trace: Path) -> None:
         (["think-speed=.inf"], SimulationError, "--arrival-speed and --think-speed must be above 0"),
         (["arrival-jitter-s=.inf,0"], SimulationError, "--arrival-jitter-s must be at least 0 and finite"),
         (["speed-sigma=.nan"], SimulationError, "--speed-sigma"),
-        (["slowdown=.nan"], SimulationError, "slowdown must be above 0"),
+        (["slowdown=.nan"], SimulationError, "--slowdown must be above 0"),
         (["request-limit=0,5"], SimulationError, "--request-limit"),
         (["max-model-len=-3"], SimulationError, "--max-model-len -3: must be at least 2"),
         (["policy=linear,best"], UnknownPolicyError, "'best'"),
