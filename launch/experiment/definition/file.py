@@ -43,7 +43,9 @@ class ExperimentSettings(Section):
     name: str = Field(description="names the run directory")
     trace: TraceSettings = Field(description="a path, or a section")
     replay: ReplaySettings = Field(default_factory=ReplaySettings, description="replay settings")
-    arms: dict[str, ArmSettings] = Field(min_length=1, description="arm name -> its settings")
+    arms: dict[str, ArmSettings] = Field(
+        min_length=1, description="arm name -> its settings, or the name of its routing policy"
+    )
     baseline: str = Field(default="", description="arm the others are compared with; default: the first")
     repeats: int = Field(default=1, ge=1, description="runs of every arm (with each of `seeds`, where given)")
     seeds: tuple[int, ...] | None = Field(

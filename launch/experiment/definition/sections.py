@@ -173,7 +173,7 @@ class ArmAdmission(Section):
 
 
 class ArmSettings(Section):
-    """One arm of the comparison."""
+    """One arm of the comparison; a text is its routing policy, with everything else as by default."""
 
     policy: ArmPolicy = Field(
         description="routing policy: its name, or `name` and `params`; simulated, MODULE:Class is a name too"
@@ -190,6 +190,11 @@ class ArmSettings(Section):
         description="keys that differ in this arm: of the fleet file, nested or dotted (live), or of the backend, "
         "except kind and noise (simulated)",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _policy_alone(cls, value: Any) -> Any:
+        return {"policy": value} if isinstance(value, str) else value
 
     @property
     def parts(self) -> dict[str, ArmPolicy | ArmOffload | ArmAdmission]:

@@ -178,7 +178,9 @@ class TestOrder:
             {"arms": {"a": {"policy": "linear", "offload": "m:P"}}, "backend": {"kind": "live", "fleet": "sim-4x"}},
             "arms.a.offload: 'm:P' is a class, and a running proxy takes names only",
         ),
-        ({"arms": {"a": "linear"}}, "arms.a: expected keys with values, found str"),
+        ({"arms": {"a": "nonesuch"}}, "arms.a.policy: unknown routing policy 'nonesuch'"),
+        ({"arms": {"a": 5}}, "arms.a: expected keys with values, found int"),
+        ({"arms": ["linear"]}, "arms: expected keys with values, found list"),
         ({"arms": {"a": {"policy": None}}}, "arms.a.policy: expected keys with values, found nothing"),
         ({"arms": None}, "arms: expected keys with values, found nothing"),
         (
@@ -216,6 +218,10 @@ def test_every_mistake_is_named(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ExperimentError) as caught:
         settings(**values)
     assert message in str(caught.value)
+
+
+def test_an_arm_may_be_the_name_of_its_policy() -> None:
+    assert settings(arms={"a": "linear"}) == settings(arms={"a": {"policy": "linear"}})
 
 
 def test_the_command_that_resumes_has_the_overrides(tmp_path: Path) -> None:
