@@ -6,11 +6,13 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from launch.experiment.definition.file import ExperimentError, LoadedExperiment
+from launch.experiment.definition.file import ExperimentError, LoadedExperiment, parse_experiment
 from launch.experiment.definition.fleets import clock_scale
 from launch.experiment.definition.inputs import TRACE_FILE, Inputs, prepare
 from launch.experiment.definition.order import plan_runs
+from launch.experiment.definition.sections import SloSettings
 from launch.experiment.records import state as states
 from launch.experiment.records.environment import ENVIRONMENT_FILE, capture
 from launch.experiment.records.state import CONFIG_FILE, ExperimentState
@@ -73,7 +75,7 @@ def reopen_experiment(experiment: LoadedExperiment, directory: Path) -> tuple[Ex
         ExperimentError: there is none, or its settings or inputs have changed since.
     """
     state = states.read_experiment(directory)
-    changes = states.config_changes(state.config, experiment.config)
+    changes = states.config_changes(_as_accepted_now(state.config), experiment.config)
     if changes:
         raise _changed(directory, changes)
     inputs = prepare(experiment, directory)
@@ -89,6 +91,19 @@ def reopen_experiment(experiment: LoadedExperiment, directory: Path) -> tuple[Ex
             run.state = states.INTERRUPTED
             run.reasons = ["the runner was killed"]
     return state, inputs
+
+
+def _as_accepted_now(config: dict[str, Any]) -> dict[str, Any]:
+    """Recorded settings without what earlier versions accepted and a file is refused for now: it had no effect."""
+    try:
+        unused = parse_experiment(config, recorded=True).comparison.slo.tokens_unused
+    except ExperimentError:
+        return config
+    if not unused:
+        return config
+    comparison = config["comparison"]
+    slo = {**comparison["slo"], "tokens": SloSettings.model_fields["tokens"].default}
+    return {**config, "comparison": {**comparison, "slo": slo}}
 
 
 def _changed(directory: Path, changes: list[str]) -> ExperimentError:

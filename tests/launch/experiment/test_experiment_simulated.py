@@ -192,6 +192,28 @@ def test_a_record_with_an_objective_s_tokens_alone_is_verified_with_a_warning(tm
     assert "the runs are not those that the settings plan, in that order" in verify(directory).problems
 
 
+def test_a_record_with_an_objective_s_tokens_alone_is_resumed_without_the_key(tmp_path: Path) -> None:
+    """A file that has it is refused now, with the advice to remove it."""
+    directory = tmp_path / "run"
+    config = written(tmp_path, repeats=1)
+    assert CliRunner().invoke(app, ["experiment", "run", str(config), "--output", str(directory)]).exit_code == 0
+    path = directory / "experiment.json"
+    state = json.loads(path.read_text())
+    state["config"]["comparison"]["slo"]["tokens"] = "new"
+    state["runs"][1]["state"] = state["state"] = "interrupted"
+    path.write_text(json.dumps(state))
+    resume = ["experiment", "run", str(config), "--output", str(directory), "--resume"]
+    refused = CliRunner().invoke(app, [*resume, "--set", "comparison.slo.tokens=new"])
+    assert "remove it" in refused.output
+    changed = CliRunner().invoke(app, [*resume, "--set", "comparison.resamples=1001"])
+    assert "comparison.resamples: was 1000, now 1001" in changed.output
+    assert "tokens" not in changed.output
+    resumed = CliRunner().invoke(app, resume)
+    assert resumed.exit_code == 0, resumed.output
+    assert "slow against plain:" in resumed.output
+    assert (read_experiment(directory).state, verify(directory).problems) == ("done", [])
+
+
 def test_compare_reads_every_setting_of_the_section_comparison() -> None:
     section = ComparisonSettings.model_validate(
         {
