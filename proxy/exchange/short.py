@@ -106,7 +106,9 @@ class ShortExchange:
             raise RequestError(400, "the content type is not valid", code="invalid_http")
         if not known or kind.startswith(b"multipart/"):
             self._content_type = given
-        if not known and b"json" not in kind and not kind.startswith(b"multipart/"):
+        # Libraries send their content type without a body too, as OpenAI's with POST /v1/batches/ID/cancel.
+        typed = b"json" in kind or kind.startswith(b"multipart/")
+        if not known and not (typed and inbound.body):
             return Addressed(None, inbound.body)
         return await router.addressed(inbound.body, given, allow_priority=self._allow_priority, model_required=known)
 

@@ -278,3 +278,21 @@ async def test_further_paths_are_passed_on_if_they_are_listed(start_proxy: Start
     wrong = await proxy.client.delete("/v1/files/a-1")
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "GET, POST")
     assert len(engine.arrived) == arrived
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "/v1/files/f-1"), ("POST", "/v1/moderations")])
+@pytest.mark.parametrize("kind", ["application/json", "multipart/form-data; boundary=x"])
+async def test_a_listed_path_needs_no_body_whatever_type_is_named(
+    start_proxy: StartProxy, method: str, path: str, kind: str
+) -> None:
+    proxy, [engine] = await start(start_proxy, pass_through={"paths": ["/v1/moderations", "/v1/files/*"]})
+    headers = {"content-type": kind}
+    answer = await proxy.client.request(method, path, headers=headers)
+    assert (answer.status_code, answer.json()) == (200, {"answered": path})
+    [arrived] = [each for each in engine.arrived if path in each.line]
+    assert (arrived.line.split()[0], arrived.body) == (method, b"")
+    cut = await proxy.client.post(path, content=b"{", headers={"content-type": "application/json"})
+    assert (cut.status_code, cut.json()["error"]["code"]) == (400, "invalid_json")
+    if kind == "application/json":
+        needed = await proxy.client.post("/v1/embeddings", headers=headers)
+        assert (needed.status_code, needed.json()["error"]["code"]) == (400, "invalid_json")
