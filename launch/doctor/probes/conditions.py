@@ -46,16 +46,23 @@ async def _ask(fleet: FleetFile | None, url: str | None, files: TlsFiles) -> Pro
             answer = await client.get(f"{base.rstrip('/')}/ready?verbose")
             found = msgspec.json.decode(answer.content, type=_Answer)
         except httpx.HTTPError as error:
-            return _unread(base, error, files)
+            return _unread(base, error, files, named=url is not None)
         except msgspec.MsgspecError:
-            return ProxyConditions(url=base, error=f"answered {answer.status_code} without conditions")
+            remedy = "is a warmroute proxy there? --proxy names it" if url is not None else None
+            return ProxyConditions(url=base, error=f"answered {answer.status_code} without conditions", remedy=remedy)
     return ProxyConditions(url=base, conditions=found.conditions)
 
 
-def _unread(base: str, error: httpx.HTTPError, files: TlsFiles) -> ProxyConditions:
-    """A proxy that cannot be asked, with the remedy where the error names the cause."""
+def _unread(base: str, error: httpx.HTTPError, files: TlsFiles, *, named: bool) -> ProxyConditions:
+    """A proxy that cannot be asked, with a remedy where it was named or the error has the cause.
+
+    That of a fleet which does not run yet is expected not to answer.
+    """
     problem = f"does not answer ({type(error).__name__})"
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
         reason = str(error).partition("certificate verify failed: ")[2].partition(" (_ssl.c")[0]
         problem = f"has a certificate that is not trusted ({reason or error})"
-    return ProxyConditions(url=base, error=problem, remedy=unreached_remedy(error, base, "--proxy", files))
+    remedy = unreached_remedy(error, base, "--proxy", files)
+    if remedy is None and named:
+        remedy = "is the proxy running? --proxy names it"
+    return ProxyConditions(url=base, error=problem, remedy=remedy)

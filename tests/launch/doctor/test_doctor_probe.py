@@ -175,6 +175,7 @@ def test_conditions_are_read_from_a_running_proxy(
     found = ask_proxy(None, f"http://127.0.0.1:{server.server_port}/")
     assert found is not None
     assert (len(found.conditions), found.error, asked) == (conditions, error, ["/ready?verbose"])
+    assert found.remedy == (None if error is None else "is a warmroute proxy there? --proxy names it")
 
 
 def test_a_proxy_that_does_not_answer_is_no_error_of_the_doctor() -> None:
@@ -182,7 +183,7 @@ def test_a_proxy_that_does_not_answer_is_no_error_of_the_doctor() -> None:
     fleet = parse_fleet(fleet_values(count=1))
     found = ask_proxy(fleet, None)
     assert found is not None
-    assert (found.url, found.error) == (fleet.proxy_url(), "does not answer (ConnectError)")
+    assert (found.url, found.error, found.remedy) == (fleet.proxy_url(), "does not answer (ConnectError)", None)
 
 
 def test_a_proxy_s_certificate_is_trusted_by_ca_file_and_named_as_the_problem_without(
@@ -263,7 +264,8 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MC_INTRANODE_NVLINK")
     _, output = doctor("--json", "--proxy", f"http://127.0.0.1:{values['base_port']}")
     (asked,) = [one for one in json.loads(output)["findings"] if one["check"] == "conditions"]
-    assert (asked["status"], "does not answer" in asked["found"]) == ("note", True)
+    assert (asked["status"], "does not answer" in asked["found"]) == ("warning", True)
+    assert asked["fix"] == "is the proxy running? --proxy names it"
 
     assert doctor("--fleet", str(tmp_path / "none.yaml"))[0] == 2
     code, output = doctor("--list")
