@@ -271,3 +271,30 @@ def test_the_end_of_a_long_name_is_visible_among_many_instances(proxy: LiveProxy
         }).length"""
     )
     assert cut == 0
+
+
+def test_counts_of_an_idle_fleet_have_an_axis_of_whole_numbers_and_minutes_have_no_60_seconds(
+    open_page: OpenPage,
+) -> None:
+    page = open_page("#/control")
+    axes, shown = page.evaluate(
+        """async () => {
+            const at = (file) => new URL(file, document.querySelector("script").src).href;
+            const { default: fleetPage } = await import(at("pages/fleet.js"));
+            const { seconds } = await import(at("format.js"));
+            const made = fleetPage();
+            document.querySelector("main").replaceChildren(made.element);
+            const proxy = { finished: 0, in_flight: 0, held: 0, queued: 0, sessions: 0, admission: "never_hold" };
+            const points = [{ unix_s: 1, requests: 0, failed: 0, in_flight: 0, held: 0, hit_rate: null }];
+            made.update({
+                points,
+                state: { instances: [], proxy, minute: { finished: 0, failed: 0, seconds: 60 }, conditions: [] },
+            });
+            const axes = [...document.querySelectorAll("main svg.chart")].map((chart) =>
+                [...chart.querySelectorAll("text")].slice(0, 3).map((text) => text.textContent));
+            return [axes, [119.9, 179.7, 200].map(seconds)];
+        }"""
+    )
+    assert axes[3] == ["0", "1", "2"]
+    assert [len(set(figures)) for figures in axes] == [3] * 4
+    assert shown == ["119.9 s", "3 min 0 s", "3 min 20 s"]

@@ -32,8 +32,8 @@ function pathOf(points, x, y) {
   return path;
 }
 
-/** A chart. `series`: [{name, field}]; `format`: values as text; `top`: fixed maximum. Returns {element, update}. */
-export function lineChart({ title, series, format, top = null }) {
+/** A chart. `series`: [{name, field}]; `format`: values as text; `top`: fixed maximum; `least`: smallest one. Returns {element, update}. */
+export function lineChart({ title, series, format, top = null, least = 0 }) {
   const figure = svg("svg", { class: "chart", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img" });
   const values = series.map(() => h("b", null, "–"));
   const legend = h(
@@ -53,7 +53,7 @@ export function lineChart({ title, series, format, top = null }) {
     const spanS = Math.min(LONGEST_S, Math.max(SHORTEST_S, shown.length ? last - shown[0].unix_s : 0));
     const first = last - spanS;
     const highest = Math.max(0, ...shown.flatMap((point) => series.map((each) => point[each.field] ?? 0)));
-    const limit = top ?? ceiling(highest);
+    const limit = top ?? Math.max(least, ceiling(highest));
     const x = (at) => LEFT + ((at - first) / spanS) * (width - LEFT - 8);
     const y = (value) => TOP + (1 - Math.min(value / limit, 1)) * (HEIGHT - TOP - BOTTOM);
     const grid = [0, 0.5, 1].map((part) => [

@@ -19,7 +19,8 @@ export function seconds(value) {
   if (value < 0.1) return `${Math.round(value * 1000)} ms`;
   if (value < 10) return `${value.toFixed(2)} s`;
   if (value < 120) return `${value.toFixed(1)} s`;
-  return `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`;
+  const whole = Math.round(value);
+  return `${Math.floor(whole / 60)} min ${whole % 60} s`;
 }
 
 /** A count, shortened: 12,345 is 12.3k. */

@@ -69,7 +69,12 @@ export default function fleetPage() {
   });
   const hits = lineChart({ title: "Hit rate", series: [{ name: "cached of prompt tokens", field: "hit_rate" }], format: share, top: 1 });
   const total = lineChart({ title: "Requests", series: [{ name: "per second", field: "requests" }, { name: "failed", field: "failed" }], format: rate });
-  const waiting = lineChart({ title: "In flight and held", series: [{ name: "in flight", field: "in_flight" }, { name: "held", field: "held" }], format: count });
+  const waiting = lineChart({
+    title: "In flight and held",
+    series: [{ name: "in flight", field: "in_flight" }, { name: "held", field: "held" }],
+    format: count,
+    least: 2, // half of 1 is no count
+  });
   const map = h("div", { class: "map", id: "map" });
   const conditions = h("div", { hidden: true });
   const legend = h("div", { class: "legend" }, CLASSES.map((each) => h("span", { class: `swatch-${each}` }, h("i"), each)));
