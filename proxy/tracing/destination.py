@@ -68,12 +68,12 @@ def destination(settings: TracingSettings, environment: Mapping[str, str] = os.e
     for variable, instead in _IGNORED.items():
         if environment.get(variable) or environment.get(variable.replace("_OTLP_", "_OTLP_TRACES_")):
             log.warning("%s has no effect: %s", variable, instead)
-    headers = _pairs(of_signal("HEADERS"))
+    headers = _pairs(of_signal("HEADERS"), "OTEL_EXPORTER_OTLP_HEADERS")
     headers |= {name.lower(): value.get_secret_value() for name, value in settings.headers.items()}
     own_version = _version()
     named = settings.service_name or environment.get("OTEL_SERVICE_NAME", "").strip()
     resource = {"service.name": "warmroute", "service.version": own_version, "host.name": socket.gethostname()}
-    resource |= _pairs(environment.get("OTEL_RESOURCE_ATTRIBUTES", ""), lower=False)
+    resource |= _pairs(environment.get("OTEL_RESOURCE_ATTRIBUTES", ""), "OTEL_RESOURCE_ATTRIBUTES", lower=False)
     if named:
         resource["service.name"] = named
     return Destination(_url(settings, environment), headers, resource, own_version)
@@ -91,13 +91,16 @@ def _url(settings: TracingSettings, environment: Mapping[str, str]) -> str:
     return _DEFAULT + _PATH
 
 
-def _pairs(text: str, *, lower: bool = True) -> dict[str, str]:
-    """``a=1,b=2`` with percent encoding, as in OpenTelemetry's variables; entries without a name are left out."""
+def _pairs(text: str, variable: str, *, lower: bool = True) -> dict[str, str]:
+    """``a=1,b=2`` with percent encoding, as in OpenTelemetry's variables; others are left out, with a warning."""
     pairs = {}
-    for entry in text.split(","):
+    for number, entry in enumerate(text.split(","), 1):
         name, equals, value = entry.partition("=")
         if equals and name.strip():
             pairs[unquote(name.strip().lower() if lower else name.strip())] = unquote(value.strip())
+        elif entry.strip():
+            # Its text stays out of the log: it may be a key.
+            log.warning("%s: entry %d is left out: give NAME=VALUE,NAME=VALUE", variable, number)
     return pairs
 
 

@@ -94,6 +94,19 @@ def test_variables_without_effect_are_reported_with_what_applies_instead(caplog:
     ]
 
 
+def test_entries_without_a_name_and_value_are_reported_without_their_text(caplog: pytest.LogCaptureFixture) -> None:
+    environment = {
+        "OTEL_EXPORTER_OTLP_HEADERS": "Authorization: Bearer abcdef,x=1,",
+        "OTEL_RESOURCE_ATTRIBUTES": "a=b,prod",
+    }
+    found = destination(TracingSettings(enabled=True), environment)
+    assert (found.headers, found.resource["a"]) == ({"x": "1"}, "b")
+    assert [record.getMessage() for record in caplog.records] == [
+        "OTEL_EXPORTER_OTLP_HEADERS: entry 1 is left out: give NAME=VALUE,NAME=VALUE",
+        "OTEL_RESOURCE_ATTRIBUTES: entry 2 is left out: give NAME=VALUE,NAME=VALUE",
+    ]
+
+
 @pytest.mark.parametrize(
     ("environment", "says"),
     [
