@@ -16,7 +16,7 @@ from typing import NamedTuple
 from urllib.parse import unquote
 
 from proxy.settings import SettingsError, TracingSettings
-from proxy.settings.observation.tracing import checked_base_url
+from proxy.settings.observation.tracing import checked_base_url, is_header
 
 _PATH = "/v1/traces"
 _DEFAULT = "http://127.0.0.1:4318"
@@ -53,7 +53,8 @@ def destination(settings: TracingSettings, environment: Mapping[str, str] = os.e
     """The destination of all exports of this process.
 
     Raises:
-        SettingsError: a variable of the environment has an invalid URL or a protocol other than ``http/protobuf``.
+        SettingsError: a variable of the environment has an invalid URL, a protocol other than ``http/protobuf``, or a
+            header that no request can carry.
     """
 
     def of_signal(what: str) -> str:
@@ -69,6 +70,12 @@ def destination(settings: TracingSettings, environment: Mapping[str, str] = os.e
         if environment.get(variable) or environment.get(variable.replace("_OTLP_", "_OTLP_TRACES_")):
             log.warning("%s has no effect: %s", variable, instead)
     headers = _pairs(of_signal("HEADERS"), "OTEL_EXPORTER_OTLP_HEADERS")
+    for name, value in headers.items():
+        if not is_header(name, value):
+            raise SettingsError(
+                "OTEL_EXPORTER_OTLP_HEADERS has an entry whose name is no header name, or whose value is not printable "
+                "ASCII after percent-decoding"
+            )
     headers |= {name.lower(): value.get_secret_value() for name, value in settings.headers.items()}
     own_version = _version()
     named = settings.service_name or environment.get("OTEL_SERVICE_NAME", "").strip()

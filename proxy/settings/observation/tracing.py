@@ -49,9 +49,14 @@ class TracingSettings(Section):
     @classmethod
     def _header_lines(cls, value: Mapping[str, SecretStr]) -> Mapping[str, SecretStr]:
         for name, text in value.items():
-            if not _NAME.fullmatch(name) or not _VALUE.fullmatch(text.get_secret_value()):
+            if not is_header(name, text.get_secret_value()):
                 raise ValueError(f"{name!r} is no header name, or its value is not printable ASCII")
         return value
+
+
+def is_header(name: str, value: str) -> bool:
+    """True if an export can carry this header."""
+    return _NAME.fullmatch(name) is not None and _VALUE.fullmatch(value) is not None
 
 
 def checked_base_url(value: str) -> str:

@@ -111,6 +111,9 @@ def test_entries_without_a_name_and_value_are_reported_without_their_text(caplog
     ("environment", "says"),
     [
         ({"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, "http/protobuf only"),
+        ({"OTEL_EXPORTER_OTLP_HEADERS": "x=1,key=%E2%82%AC"}, "OTEL_EXPORTER_OTLP_HEADERS has an entry"),
+        ({"OTEL_EXPORTER_OTLP_TRACES_HEADERS": "key=a%0D%0Ab"}, "OTEL_EXPORTER_OTLP_HEADERS has an entry"),
+        ({"OTEL_EXPORTER_OTLP_HEADERS": "Authorization: Bearer=x"}, "OTEL_EXPORTER_OTLP_HEADERS has an entry"),
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": "collector:4317"}, "OTEL_EXPORTER_OTLP_ENDPOINT: 'collector:4317'"),
     ],
 )
