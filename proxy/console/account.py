@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
@@ -43,15 +43,15 @@ class RequestAccount(NamedTuple):
     """The best score first; empty if nothing was decided."""
 
 
-def account_of(row: Mapping[str, Any], proxy_started_unix_s: float | None = None) -> RequestAccount:
+def account_of(row: Mapping[str, Any], started_unix_s: Collection[float] = ()) -> RequestAccount:
     """The account of a row.
 
     Args:
         row: a row of ``GET /breakdown`` or of a JSONL file, of this or another version.
-        proxy_started_unix_s: start of the proxy that answered; None: unknown.
+        started_unix_s: starts of the proxy's processes that answered; none: unknown.
     """
     parts = (
-        AccountPart("request", tuple(_request(row, proxy_started_unix_s))),
+        AccountPart("request", tuple(_request(row, started_unix_s))),
         AccountPart("outcome", tuple(_outcome(row))),
         AccountPart("class", tuple(_class(row))),
         AccountPart("admission", tuple(_admission(row))),
@@ -64,7 +64,7 @@ def account_of(row: Mapping[str, Any], proxy_started_unix_s: float | None = None
     return RequestAccount(tuple(part for part in parts if part.sentences), tuple(_candidates(row)))
 
 
-def _request(row: Mapping[str, Any], proxy_started_unix_s: float | None) -> Iterator[str]:
+def _request(row: Mapping[str, Any], started_unix_s: Collection[float]) -> Iterator[str]:
     streamed = ", streamed" if row.get("stream") else ""
     yield f"{row.get('endpoint') or 'a request'}{streamed}, received {_time(row.get('arrived_unix_s'))}."
     if session := row.get("session_id"):
@@ -77,7 +77,7 @@ def _request(row: Mapping[str, Any], proxy_started_unix_s: float | None) -> Iter
     if normalized := row.get("normalized"):
         yield f"Parts of the prompt were made constant: {', '.join(map(str, normalized))}."
     started = row.get("proxy_started_unix_s")
-    if proxy_started_unix_s is not None and started != proxy_started_unix_s:
+    if started_unix_s and started not in started_unix_s:
         yield f"Recorded by an earlier process of the proxy, which started {_time(started)}."
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -52,7 +53,7 @@ def explain(
     """
     from proxy.console.admin_api import AdminApi, NoAnswerError
 
-    started_unix_s = None
+    started_unix_s: tuple[float, ...] = ()
     try:
         if file is not None:
             rows = rows_in(file, request_id)
@@ -60,7 +61,7 @@ def explain(
         else:
             with AdminApi(url, key, TlsFiles(ca_file, cert_file, cert_key_file)) as api:
                 found = api.get("/breakdown", request_id=request_id, limit=_MOST_ROWS)
-                rows, started_unix_s = found["rows"], found.get("proxy_started_unix_s")
+                rows, started_unix_s = found["rows"], started_of(found)
                 remedy = "" if rows else _not_found(api, request_id)
     except (NoAnswerError, NoBreakdownError, OSError) as error:
         _stop(str(error), 2)
@@ -75,6 +76,12 @@ def explain(
     from proxy.console.account import account_of
 
     Console().print(shown(printable(request_id), account_of(row, started_unix_s), len(rows)))
+
+
+def started_of(answer: Mapping[str, Any]) -> tuple[float, ...]:
+    """Starts of the processes that answer: several with workers, none where the proxy names none."""
+    workers = answer.get("workers_started_unix_s") or [answer.get("proxy_started_unix_s")]
+    return tuple(started for started in workers if started is not None)
 
 
 def rows_in(path: Path, request_id: str) -> list[dict[str, Any]]:

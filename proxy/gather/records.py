@@ -83,6 +83,7 @@ class PageQuery:
         rest = {
             "next": {"before": before, "after": min(newest, self._closed - 1)},
             "proxy_started_unix_s": min(page.proxy_started_unix_s for page in pages),
+            "workers_started_unix_s": sorted(page.proxy_started_unix_s for page in pages),
             "unix_s": round(time.time(), 3),
         }
         body = b'{"rows":[%b],%b' % (b",".join(line for _, line in shown), msgspec.json.encode(rest)[1:])

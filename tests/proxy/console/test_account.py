@@ -13,6 +13,7 @@ from policies.admission.base import AdmissionReason
 from policies.row import RequestOutcome
 from policies.types import OffloadReason, Reason
 from proxy.console.account import RequestAccount, account_of
+from proxy.console.explain import started_of
 from proxy.console.phrases import ADMISSIONS, OFFLOADS, OUTCOMES, REASONS, RESUMES
 from proxy.resume.plan import ResumeResult
 from tests.proxy.conftest import Running, StartProxy
@@ -33,7 +34,7 @@ async def account_after(proxy: Running, request: dict[str, Any], session: str = 
     await proxy.client.post("/v1/completions", json=request, headers={"x-session-id": session, "x-request-id": name})
     await proxy.settled()
     [row] = await proxy.rows(request_id=name)
-    return account_of(row, proxy.core.breakdown.started_unix_s)
+    return account_of(row, [proxy.core.breakdown.started_unix_s])
 
 
 def part(account: RequestAccount, subject: str) -> str:
@@ -69,7 +70,7 @@ def test_more_predicted_than_the_prompt_has_leaves_nothing_new() -> None:
     # The prediction is of an estimated length, the prompt's tokens are the engine's count.
     row = {"class": "WARM", "prompt_tokens": 14_500, "instance": "e0", "predicted_cached_tokens": 14_665}
     row["scores"] = [{"instance": "e0", "score": 1.0, "inputs": {}, "skipped": False, "cached_tokens": 14_665}]
-    assert part(account_of(row, 1.0), "class").endswith("on e0 and 0 to be new.")
+    assert part(account_of(row, [1.0]), "class").endswith("on e0 and 0 to be new.")
 
 
 @pytest.mark.parametrize(
@@ -193,12 +194,25 @@ async def test_a_message_is_not_said_to_have_several_prompts(start_proxy: StartP
 
 def test_a_row_of_an_earlier_process_and_an_earlier_version() -> None:
     row = {"request_id": "x", "outcome": "ok", "class": "WARM", "instance": "e1", "reason": "brand_new_reason"}
-    account = account_of(row, 1_700_000_000.0)
+    account = account_of(row, [1_700_000_000.0])
     assert "earlier process of the proxy, which started at an unknown time." in part(account, "request")
     assert part(account, "class") == "WARM."
     assert part(account, "instance") == "e1, because brand new reason (policy None)."
-    account = account_of({**row, "proxy_started_unix_s": 1_600_000_000.0}, 1_700_000_000.0)
+    account = account_of({**row, "proxy_started_unix_s": 1_600_000_000.0}, [1_700_000_000.0])
     assert "which started 2020-09-13 12:26:40 UTC." in part(account, "request")
+
+
+def test_rows_of_every_worker_that_runs_are_of_no_earlier_process() -> None:
+    answer = {"proxy_started_unix_s": 1.0, "workers_started_unix_s": [1.0, 1.25]}
+    row = {"request_id": "x", "outcome": "ok", "instance": "e1"}
+    said = {
+        started: "earlier process"
+        in part(account_of({**row, "proxy_started_unix_s": started}, started_of(answer)), "request")
+        for started in (0.5, 1.0, 1.25)
+    }
+    assert said == {0.5: True, 1.0: False, 1.25: False}
+    assert started_of({"proxy_started_unix_s": 1.0}) == (1.0,)
+    assert started_of({}) == ()
 
 
 def test_scores_are_compared_with_those_of_the_other_instances() -> None:

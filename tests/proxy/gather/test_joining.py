@@ -74,11 +74,11 @@ def test_requests_that_change_something_reach_every_worker() -> None:
     assert join_of("GET", "/policy") is None
 
 
-def page(rows: list[int], before: int | None, after: int) -> PeerAnswer:
+def page(rows: list[int], before: int | None, after: int, started_unix_s: float = 1.0) -> PeerAnswer:
     body = {
         "rows": [{"row": number, "text": "é"} for number in rows],
         "next": {"before": before, "after": after},
-        "proxy_started_unix_s": 1.0,
+        "proxy_started_unix_s": started_unix_s,
         "unix_s": 2.0,
     }
     return PeerAnswer(0, 200, "application/json", msgspec.json.encode(body))
@@ -89,6 +89,12 @@ def test_pages_are_joined_by_number_and_cut_to_the_limit() -> None:
     found = msgspec.json.decode(body)
     assert [row["row"] for row in found["rows"]] == [4, 5, 6]
     assert found["next"] == {"before": 4, "after": 6}
+
+
+def test_a_page_names_the_start_of_every_worker_that_answers() -> None:
+    body, _ = PageQuery(b"", NOW_S).joined([page([1], None, 1, 4.5), page([2], None, 2, 3.25)])
+    found = msgspec.json.decode(body)
+    assert (found["proxy_started_unix_s"], found["workers_started_unix_s"]) == (3.25, [3.25, 4.5])
 
 
 def test_a_page_after_a_row_begins_with_the_oldest() -> None:
