@@ -106,7 +106,7 @@ class SessionSources:
         for name, source in self._headers:
             value = headers.get(name)
             if value:
-                return SessionIdentity(value[:_MAX_SESSION_ID].decode("latin-1"), source)
+                return SessionIdentity(_text(value, _MAX_SESSION_ID), source)
         for source, read in self._fields:
             found = read(fields)
             if found:
@@ -123,7 +123,11 @@ def _in_order(first: tuple[str, ...], then: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _text(value: bytes, limit: int) -> str:
-    return value[:limit].decode("latin-1")
+    """A header's value: UTF-8, as in bodies and in questions of operators, else Latin-1, which any bytes are."""
+    try:
+        return value.decode()[:limit]
+    except UnicodeDecodeError:
+        return value[:limit].decode("latin-1")
 
 
 def _string(raw: msgspec.Raw) -> str | None:

@@ -31,6 +31,21 @@ def test_each_header_names_the_session(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("value", "session"),
+    [
+        ("sü-漢".encode(), "sü-漢"),
+        (("漢" * 300).encode(), "漢" * 256),
+        (b"s\xfc", "sü"),
+    ],
+)
+def test_a_header_names_the_session_that_the_same_text_in_a_body_names(value: bytes, session: str) -> None:
+    fields = decode_fields(b'{"model": "m"}', frozenset())
+    sources = SessionSources(SessionSettings())
+    assert sources.identify({b"x-session-id": value}, fields).session_id == session
+    assert identify({}, {"session_id": session}).session_id == session
+
+
+@pytest.mark.parametrize(
     ("body", "session", "source"),
     [
         ({"session_id": "s"}, "s", "body.session_id"),
