@@ -13,7 +13,7 @@ SRC := warmroute.py warmroute_man.py warmroute_names.py warmroute_tls.py warmrou
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup collector helm compose-loader compose-podman test-compose api-server ray test-ray monitoring-tools store demo demo-ui browser test-ui test lint format types imports unit engines test-engines test-clients test-package audit soak bench-data-plane tournament analysis-docs reference docs docs-serve docs-version docs-figures lock clean
+.PHONY: help setup collector helm compose-loader compose-podman test-compose api-server ray test-ray monitoring-tools store demo demo-ui browser test-ui test lint format types imports unit test-fleets engines test-engines test-clients test-package audit soak bench-data-plane tournament analysis-docs reference docs docs-serve docs-version docs-figures lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -50,9 +50,14 @@ imports: $(READY) ## which folder may import which
 
 # Each file is run by one process, which makes its fixtures once; `loadgroup` groups nothing with pytest 9.2
 # (pytest-xdist issue 1386). In the order of collection, since files of few tests can be the slow ones.
+PYTEST := $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --ignore tests/ui $(RERUN)
+
 unit: $(READY) ## pytest only
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not quiet and not ui" --ignore tests/ui $(RERUN)
-	$(BIN)/python -m pytest -n 0 -m quiet tests/bench $(RERUN)
+	$(PYTEST) -m "not fleet and not quiet and not ui"
+
+test-fleets: $(READY) ## the tests that are slow since they start engines, proxies and launchers
+	$(PYTEST) -m "fleet and not quiet and not ui"
+	$(BIN)/python -m pytest -n 0 -m "quiet and not ui" tests/bench $(RERUN)
 
 engines: $(READY) ## real vLLM engines on the CPU and a tiny model for them (about a minute, 7 GB)
 	$(BIN)/python -m launch.cpu_engine.install --venv $(ENGINES) $(ENGINES_FLAGS)
@@ -162,7 +167,7 @@ docs-version: $(READY) ## commit the site of a version to the branch gh-pages: m
 docs-figures: $(READY) ## regenerate the figures of docs/images
 	$(BIN)/python -m bench.docs_figures
 
-test: $(READY) ## formatting, types, imports and all tests that need no engine
+test: $(READY) ## formatting, types, imports and the tests that need no engine and are not slow
 	@$(MAKE) --no-print-directory -j3 lint types imports
 	@$(MAKE) --no-print-directory unit
 

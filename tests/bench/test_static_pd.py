@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+import pytest
 from typer.testing import CliRunner
 
 from bench.static_pd.figures import StaticPdLoad, figures_of, table
@@ -18,6 +19,7 @@ class _StaticPdDocument(msgspec.Struct):
     loads: list[StaticPdLoad]
 
 
+@pytest.mark.fleet
 def test_the_shipped_experiment_gives_a_row_per_arm(tmp_path: Path) -> None:
     settings = [part for setting in SMALL for part in ("--set", setting)]
     ended = CliRunner().invoke(app, ["experiment", "run", "static-pd", *settings, "--output", str(tmp_path / "run")])

@@ -15,7 +15,7 @@ from tests.proxy.typed_engine import TypedEngine
 
 anthropic = pytest.importorskip("anthropic")
 
-pytestmark = [pytest.mark.fleet, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 MODEL = "warm-sim"
 SYSTEM: Any = [{"type": "text", "text": "be brief " * 100, "cache_control": {"type": "ephemeral"}}]

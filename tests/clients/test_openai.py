@@ -14,7 +14,7 @@ from tests.proxy.conftest import StartProxy
 from tests.proxy.stub_engine import StubEngine
 from tests.proxy.typed_engine import TypedEngine
 
-pytestmark = [pytest.mark.fleet, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 MODEL = "warm-sim"
 MESSAGES: Any = [{"role": "system", "content": "be brief " * 100}, {"role": "user", "content": "hi"}]

@@ -8,12 +8,15 @@ from itertools import count
 from typing import Any
 
 import httpx
+import pytest
 
 from proxy.settings import load_settings
 from tests.integration.conftest import Cluster, StartCluster, StartListening
 from tests.integration.hop import Hop
 from tests.integration.test_kv_events import send, until
 from tests.proxy.conftest import serving
+
+pytestmark = pytest.mark.fleet
 
 METERS = {
     "window_s": 20,

@@ -6,8 +6,12 @@ import asyncio
 import time
 from typing import Any
 
+import pytest
+
 from policies.types import Role, Transport
 from tests.integration.conftest import Cluster, StartCluster
+
+pytestmark = pytest.mark.fleet
 
 ENGINES = 4
 STREAMS = 12

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
+import pytest
 
 from proxy.settings import load_settings
 from tests.integration.conftest import Cluster, StartListening
@@ -51,6 +52,7 @@ async def until_known(cluster: Cluster) -> None:
             raise AssertionError(f"events from {expected} on are not known in 30 s")
 
 
+@pytest.mark.fleet
 async def test_the_exact_index_is_right_under_eviction_where_the_shadow_errs(start_listening: StartListening) -> None:
     # 6,400 tokens per engine are far less than 24 growing sessions need.
     cluster = await start_listening(
@@ -78,6 +80,7 @@ async def test_the_exact_index_is_right_under_eviction_where_the_shadow_errs(sta
     assert [each["gaps"] for each in seen] == [each["gaps"] for each in before]
 
 
+@pytest.mark.fleet
 async def test_siblings_at_the_same_moment_are_predicted_too(start_listening: StartListening) -> None:
     cluster = await start_listening(3, "--engine-speed", "100", policy={"name": "linear"})
     await asyncio.gather(*(send(cluster, [number] * 64) for number in range(6)))
@@ -92,6 +95,7 @@ async def test_siblings_at_the_same_moment_are_predicted_too(start_listening: St
     assert stats["ledger"]["requests"] == 0
 
 
+@pytest.mark.fleet
 async def test_a_proxy_that_comes_late_learns_by_replay_and_only_then(start_listening: StartListening) -> None:
     first = await start_listening(1, "--engine-speed", "100")
     prompt = list(range(1_000))
@@ -124,6 +128,7 @@ async def test_a_proxy_that_comes_late_learns_by_replay_and_only_then(start_list
             assert (seen["not_trusted_because"], seen["trusted"], seen["blocks"]) == ("joined_late", False, 0)
 
 
+@pytest.mark.fleet
 async def test_an_engine_that_restarts_is_followed(start_listening: StartListening) -> None:
     cluster = await start_listening(1, "--engine-speed", "100")
     prompt = list(range(1_000))
@@ -185,6 +190,7 @@ async def test_both_ends_of_a_hand_off_are_known(start_listening: StartListening
     assert again["predicted_by_exact_tokens"] == again["actual_cached_tokens"] == 3_968
 
 
+@pytest.mark.fleet
 async def test_promises_do_not_pile_up(start_listening: StartListening) -> None:
     cluster = await start_listening(2, "--engine-speed", "100")
     await run_sessions(cluster, sessions=10, turns=3)

@@ -15,6 +15,8 @@ import pytest
 
 from tests.integration.conftest import Cluster, StartCluster
 
+pytestmark = pytest.mark.fleet
+
 CONCURRENT = 40
 KILLS = 3
 

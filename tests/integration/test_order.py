@@ -14,6 +14,8 @@ import pytest
 from tests.integration.conftest import Cluster, StartCluster
 from tests.proxy.access.test_keys import ADMIN, KEY, OTHER, bearer, entry
 
+pytestmark = pytest.mark.fleet
+
 KEYS = {"client": [entry("hog", KEY), entry("polite", OTHER)], "admin": [entry("root", ADMIN)]}
 FLOOD, IN_FLIGHT = 80, 2
 SLOW = {"name": "warm", "params": {"slowdown": 1_000.0}}

@@ -6,7 +6,11 @@ import asyncio
 import random
 from typing import Any
 
+import pytest
+
 from tests.integration.conftest import Cluster, StartCluster
+
+pytestmark = pytest.mark.fleet
 
 
 def conversation(seed: int, turns: int, system: list[int]) -> list[list[int]]:

@@ -19,6 +19,8 @@ from tests.integration.test_prediction import run_sessions
 from tests.proxy.access.test_keys import ADMIN, bearer, entry
 from tests.proxy.conftest import serving
 
+pytestmark = pytest.mark.fleet
+
 StartRanks = Callable[..., Awaitable[Cluster]]
 
 

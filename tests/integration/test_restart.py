@@ -15,6 +15,8 @@ from proxy.restart.snapshot_file import read_snapshot
 from tests.integration.fleet import SimEngine, free_port
 from tests.proxy.serve_process import ServeProcess, serve_process, until
 
+pytestmark = pytest.mark.fleet
+
 PROMPTS = {f"session-{number}": [number * 10_000 + token for token in range(800)] for number in range(6)}
 
 

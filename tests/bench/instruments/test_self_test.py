@@ -89,6 +89,7 @@ def test_another_answer_than_p_gives_is_reported() -> None:
     assert (found.error, found.same_text) == (None, False)
 
 
+@pytest.mark.fleet
 async def test_the_command_tests_a_running_fleet(tmp_path: Path) -> None:
     values = {**fleet_values(2), "role": "kv_both", "sim": {"profile": "h200", "time_scale": 1.0}}
     path = tmp_path / "fleet.yaml"

@@ -61,6 +61,7 @@ def written(tmp_path: Path, **values: Any) -> Path:
     return path
 
 
+@pytest.mark.fleet
 @pytest.mark.usefixtures("leaves_nothing")
 def test_the_whole_of_it(tmp_path: Path) -> None:
     directory = tmp_path / "run"
@@ -142,6 +143,7 @@ WITH_OWN = {
 }
 
 
+@pytest.mark.fleet
 @pytest.mark.usefixtures("leaves_nothing")
 def test_a_class_of_ones_own_is_an_arm_and_its_record_is_read_without_it(
     own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -163,6 +165,7 @@ def test_a_class_of_ones_own_is_an_arm_and_its_record_is_read_without_it(
     assert (found.problems, found.warnings) == ([], [])
 
 
+@pytest.mark.fleet
 @pytest.mark.usefixtures("leaves_nothing")
 def test_a_class_that_changes_during_the_experiment_fails_the_run(own: Path, tmp_path: Path) -> None:
     directory = tmp_path / "run"
@@ -235,6 +238,7 @@ def test_compare_reads_every_setting_of_the_section_comparison() -> None:
     assert msgspec.to_builtins(KeptSettings()) == ComparisonSettings().model_dump()
 
 
+@pytest.mark.fleet
 @pytest.mark.usefixtures("leaves_nothing")
 def test_one_arm_is_not_pointed_to_compare(tmp_path: Path) -> None:
     for arms in ({"plain": {"policy": "linear"}}, {name: {"policy": "linear"} for name in ("plain", "again")}):
@@ -245,6 +249,7 @@ def test_one_arm_is_not_pointed_to_compare(tmp_path: Path) -> None:
         assert f"warmroute report {directory}" in ended.output
 
 
+@pytest.mark.fleet
 @pytest.mark.usefixtures("leaves_nothing")
 def test_failed_and_refused_runs_are_reported_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -291,6 +296,7 @@ def simulates(process: psutil.Process) -> bool:
         return False
 
 
+@pytest.mark.fleet
 @pytest.mark.usefixtures("leaves_nothing")
 def test_ctrl_c_ends_the_simulators(tmp_path: Path) -> None:
     directory = tmp_path / "run"

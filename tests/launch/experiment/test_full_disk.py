@@ -46,6 +46,7 @@ def test_a_directory_without_room_can_be_used_once_it_has_some(
     assert [path.name for path in directory.iterdir()] == [".lock"]
 
 
+@pytest.mark.fleet
 def test_a_disk_that_fills_between_runs_ends_the_experiment_and_resume_continues(
     tmp_path: Path, config: Path, disk: Disk
 ) -> None:

@@ -1,0 +1,68 @@
+"""The make targets of tests: each test is in exactly one, and CI runs all that need nothing but a machine."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+PARTS = ("unit", "test-fleets", "test-ui")
+"""The targets that share the tests among them by markers; tests of other markers skip there."""
+CHOOSING = {"fleet": "", "quiet": "bench", "ui": "ui"}
+"""The markers that the parts choose by, each with the folder of its tests, as some parts look only there."""
+NOT_IN_CI = {"test-compose"}  # it needs images of containers
+
+
+def expressions(target: str) -> list[str]:
+    """The expression of markers of each command line of pytest in a target."""
+    recipe = re.search(rf"^{target}:.*\n((?:\t.*\n)+)", MAKEFILE, re.MULTILINE)
+    assert recipe, target
+    found = re.findall(r"(?:-m pytest|\$\(PYTEST\)).* -m (\"[^\"]+\"|\w+)", recipe[1])
+    assert len(found) == len(recipe[1].splitlines()), recipe[1]
+    return [each.strip('"') for each in found]
+
+
+def chooses(expression: str, markers: set[str]) -> bool:
+    """True if tests with these markers are run; the parts' expressions are conjunctions."""
+    terms = expression.split(" and ")
+    assert {term.removeprefix("not ") for term in terms} <= set(CHOOSING), expression
+    return all((term.removeprefix("not ") in markers) != term.startswith("not ") for term in terms)
+
+
+@pytest.mark.parametrize("marked", list(itertools.product([False, True], repeat=len(CHOOSING))))
+def test_every_test_is_run_by_one_command_of_one_target(marked: tuple[bool, ...]) -> None:
+    markers = {marker for marker, given in zip(CHOOSING, marked, strict=True) if given}
+    every = [(target, expression) for target in PARTS for expression in expressions(target)]
+    assert len([each for each in every if chooses(each[1], markers)]) == 1, (markers, every)
+
+
+@pytest.mark.parametrize(("marker", "folder"), CHOOSING.items())
+def test_a_marker_is_used_only_in_the_folder_that_its_target_looks_in(marker: str, folder: str) -> None:
+    using = [
+        path
+        for path in (ROOT / "tests").rglob("*.py")
+        if re.search(rf"\bmark\.{marker}\b", path.read_text(encoding="utf-8"))
+    ]
+    assert using
+    assert [path for path in using if (ROOT / "tests" / folder) not in path.parents] == []
+
+
+def test_ci_runs_every_target_of_tests() -> None:
+    commands = re.findall(r"^make ([\w-]+)", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), re.MULTILINE)
+    targets = re.findall(r"^(test(?:-\w+)?):", MAKEFILE, re.MULTILINE)
+    assert set(targets) - NOT_IN_CI == {name for name in commands if name.startswith("test")}
+    assert {"test", "test-fleets", "test-ui"} <= set(commands)
+    assert re.search(r"^test:.*\n(?:\t.*\n)*\t.* unit$", MAKEFILE, re.MULTILINE)
+
+
+def test_a_folder_that_the_other_parts_leave_out_has_its_marker_in_every_file() -> None:
+    (ignored,) = re.findall(r"--ignore (\S+)", MAKEFILE)
+    files = sorted((ROOT / ignored).rglob("test_*.py"))
+    assert files
+    assert [
+        path for path in files if not re.search(r"^pytestmark = .*\bmark\.ui\b", path.read_text(), re.MULTILINE)
+    ] == []
