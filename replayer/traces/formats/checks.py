@@ -20,6 +20,8 @@ MIN_FOLLOW_UPS = 20
 MIN_SHARING = 0.05
 CHAIN_BASE = 1 << 48
 """First new id for re-chained blocks."""
+SLOTS_PER_ID = 16
+"""Ids that are far apart, as in a trace made of copies, are kept in a dictionary: 100 bytes an id, a slot has 8."""
 
 
 def check_unit(times_s: Sequence[float], unit: str, where: str) -> None:
@@ -114,6 +116,7 @@ class Rechainer:
         self._parent = np.full(1 << 16, -2, dtype=np.int64)
         self._sparse: dict[int, int] = {}
         self._alternative: dict[tuple[int, int], int] = {}
+        self._read = 0
         self.requests = 0
         """Requests that held at least one unchained id."""
         self.ids = 0
@@ -124,14 +127,10 @@ class Rechainer:
         if not request.hash_ids:
             return
         ids = np.asarray(request.hash_ids, dtype=np.int64)
-        top = int(ids.max())
-        if top >= 1 << 27:
+        self._read += len(ids)
+        if not self._in_table(int(ids.max())):
             self._walk(request, 0)
             return
-        if top >= len(self._parent):
-            grown = np.full(max(top + 1, 2 * len(self._parent)), -2, dtype=np.int64)
-            grown[: len(self._parent)] = self._parent
-            self._parent = grown
         parents = np.concatenate((np.array([-1]), ids[:-1]))
         known = self._parent[ids]
         wrong = np.flatnonzero((known != -2) & (known != parents))
@@ -151,6 +150,20 @@ class Rechainer:
             return
         self._parent[ids[:first][fresh]] = parents[:first][fresh]
         self._walk(request, first)
+
+    def _in_table(self, top: int) -> bool:
+        """True if ids up to ``top`` have slots; makes the table larger unless most of its slots would stay empty."""
+        if top < len(self._parent):
+            return True
+        size = max(top + 1, 2 * len(self._parent))
+        if top >= 1 << 27 or size > SLOTS_PER_ID * self._read:
+            return False
+        grown = np.full(size, -2, dtype=np.int64)
+        grown[: len(self._parent)] = self._parent
+        for block in [block for block in self._sparse if block < size]:
+            grown[block] = self._sparse.pop(block)
+        self._parent = grown
+        return True
 
     def _parent_of(self, block: int) -> int:
         return int(self._parent[block]) if block < len(self._parent) else self._sparse.get(block, -2)

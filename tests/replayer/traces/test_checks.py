@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from array import array
 from pathlib import Path
 
@@ -68,6 +69,25 @@ def test_chained_ids_are_left_alone() -> None:
         rechainer.apply(request)
         assert list(request.hash_ids) == before
     assert (rechainer.requests, rechainer.ids) == (0, 0)
+
+
+def test_ids_that_are_far_apart_take_little_memory_and_keep_their_parents_when_there_are_more() -> None:
+    """Ids of copies are millions apart: a table of a gibibyte for two requests would take seconds to fill."""
+    far = 70_000
+    rechainer = Rechainer()
+    tracemalloc.start()
+    for request in requests_of([[0, far], [100_000_000, 100_000_001]]):
+        rechainer.apply(request)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20
+    many, other, again = requests_of([[*range(20_000)], [0, 1, far], [0, far]])
+    for request in (many, other, again):
+        rechainer.apply(request)
+    assert list(many.hash_ids) == [*range(20_000)]
+    assert list(other.hash_ids[:2]) == [0, 1]
+    assert (rechainer.ids, far in other.hash_ids) == (1, False)
+    assert list(again.hash_ids) == [0, far]
 
 
 def write(path: Path, rows: list[dict[str, object]]) -> Path:
