@@ -54,7 +54,7 @@ def engines_folder() -> Path:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip tests that were not requested or cannot run; those with separate engines go first, those that kill last."""
-    mine = [item for item in items if HERE in item.path.parents and item.get_closest_marker("engines")]
+    mine = [item for item in items if item.get_closest_marker("engines") and HERE in item.path.parents]
     asked = os.environ.get(ASKED_VARIABLE) == "1" or "engines" in (config.getoption("markexpr") or "").split()
     reason = None
     if not asked:
@@ -65,7 +65,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if reason:
             item.add_marker(pytest.mark.skip(reason=reason))
     order = {name: rank - len(FIRST) for rank, name in enumerate(FIRST)} | {name: 1 + i for i, name in enumerate(LAST)}
-    items.sort(key=lambda item: order.get(item.path.stem, 0) if HERE in item.path.parents else 0)
+    folder = f"{HERE}{os.sep}"
+    items.sort(key=lambda item: order.get(item.path.stem, 0) if str(item.path).startswith(folder) else 0)
 
 
 @pytest.fixture(autouse=True)

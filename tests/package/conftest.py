@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if "package" in (config.getoption("markexpr") or "").split():
         return
     for item in items:
-        if HERE in item.path.parents and item.get_closest_marker("package"):
+        if item.get_closest_marker("package") and HERE in item.path.parents:
             item.add_marker(pytest.mark.skip(reason="run by `make test-package`"))
 
 
