@@ -16,6 +16,8 @@ from tests.proxy.fleet_client import events_of, was_completed
 from tests.proxy.serve_process import ServeProcess, serve_process, until
 from tests.proxy.stub_engine import StubEngine
 
+pytestmark = pytest.mark.fleet
+
 STREAMS = 20
 
 

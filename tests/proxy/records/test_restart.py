@@ -6,12 +6,15 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.proxy.serve_process import serve_process, until
 from tests.proxy.stub_engine import StubEngine
 
 BODY = {"model": "stub", "prompt": list(range(40)), "max_tokens": 4}
 
 
+@pytest.mark.fleet
 async def test_rows_survive_a_killed_process_and_followers_continue_after_it(tmp_path: Path) -> None:
     engine = await StubEngine().start()
     path = tmp_path / "rows.jsonl"

@@ -20,6 +20,8 @@ from proxy.gather.peers import PROBE_S
 from tests.proxy.serve_process import until, write_settings
 from tests.proxy.workers.conftest import AUTHORIZED, StartWorkers, Workers
 
+pytestmark = pytest.mark.fleet
+
 
 async def whose(workers: Workers) -> dict[int, int]:
     """Process id by worker."""

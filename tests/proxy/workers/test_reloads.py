@@ -9,10 +9,13 @@ import signal
 from pathlib import Path
 
 import psutil
+import pytest
 import yaml
 
 from tests.proxy.serve_process import until
 from tests.proxy.workers.conftest import StartWorkers
+
+pytestmark = pytest.mark.fleet
 
 
 async def test_no_change_over_http_comes_between_the_reloads_of_two_workers(start_workers: StartWorkers) -> None:
