@@ -11,12 +11,14 @@ import signal
 import ssl
 import sys
 import types
+import weakref
 from collections.abc import Callable, Generator, Iterator
 from importlib.metadata import EntryPoints, entry_points
 from typing import Any
 
 import certifi
 import pytest
+import typer.main
 from fastapi._compat.v2 import ModelField, asdict
 from fastapi.dependencies import utils as dependencies
 from hypothesis import settings
@@ -138,6 +140,24 @@ def _signatures_read_once() -> Iterator[None]:
     original = dependencies._get_signature
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dependencies, "_get_signature", shared)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _options_read_once() -> Iterator[None]:
+    """Every call of the command line evaluates the options of all commands, thrice: a tenth of a second."""
+    made: weakref.WeakKeyDictionary[Callable[..., Any], dict[str, Any]] = weakref.WeakKeyDictionary()
+
+    def shared(command: Callable[..., Any]) -> dict[str, Any]:
+        if not isinstance(command, types.FunctionType):
+            return original(command)
+        if command not in made:
+            made[command] = original(command)
+        return made[command]
+
+    original = typer.main.get_params_from_function
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.main, "get_params_from_function", shared)
         yield
 
 
