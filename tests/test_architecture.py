@@ -189,13 +189,3 @@ def test_a_source_file_is_short_enough_to_have_one_job_and_says_which(path: Path
     lines = text.count("\n")
     assert lines <= MAX_LINES, f"{name_of(path)} has {lines} lines: past {MAX_LINES} something has two jobs"
     assert not text or ast.get_docstring(ast.parse(text)), f"{name_of(path)} needs a module docstring"
-
-
-def test_tests_that_need_a_quiet_machine_are_where_make_unit_looks_for_them() -> None:
-    marked = [
-        name_of(path)
-        for path in sorted((ROOT / "tests").rglob("test_*.py"))
-        if "pytest.mark." + "quiet" in path.read_text(encoding="utf-8")
-    ]
-    assert marked
-    assert [name for name in marked if not name.startswith("tests/bench/")] == []

@@ -25,7 +25,7 @@ from launch.freshness.proof import FRESH_FILE, FreshProof, StaleEngineError, pro
 from launch.run.state import STATE_FILE, FleetRecord, StateError, read_state
 from tests.launch.conftest import REPOSITORY, STUB_LAUNCH, fleet_values, until
 
-pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("leaves_nothing")]
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 
 class Launcher:
@@ -76,6 +76,7 @@ def cli(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+@pytest.mark.fleet
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_signals_stop_everything(launcher: Launcher, signum: int, code: int) -> None:
     state = launcher.ready()
@@ -111,6 +112,7 @@ def test_status_and_down_from_another_shell(launcher: Launcher) -> None:
     assert not state.running
 
 
+@pytest.mark.fleet
 @pytest.mark.parametrize("option", [[], ["--detach"]])
 def test_a_second_start_from_a_run_directory_touches_nothing(launcher: Launcher, option: list[str]) -> None:
     launcher.ready()
@@ -145,6 +147,7 @@ def test_down_never_signals_a_recycled_pid(tmp_path: Path) -> None:
     assert cli("down", "--run-dir", str(tmp_path)) == (0, f"{tmp_path}: nothing is running\n")
 
 
+@pytest.mark.fleet
 def test_a_crashed_engine_is_reported_and_shown(launcher: Launcher) -> None:
     state = launcher.ready()
     os.kill(state.processes[0].pid, signal.SIGKILL)
@@ -188,6 +191,7 @@ def test_a_real_fleet_detached_proved_used_and_stopped(tmp_path: Path) -> None:
     assert not state.supervised
 
 
+@pytest.mark.fleet
 def test_failing_to_start_detached_shows_why(tmp_path: Path) -> None:
     launcher = Launcher(tmp_path, "--detach", "--no-proxy", ready_timeout_s=0.001)
     output, _ = launcher.process.communicate(timeout=90)
@@ -195,6 +199,7 @@ def test_failing_to_start_detached_shows_why(tmp_path: Path) -> None:
     assert "was not ready within 0.001 s" in output
 
 
+@pytest.mark.fleet
 def test_a_stale_fleet_that_must_be_fresh_is_stopped(tmp_path: Path) -> None:
     stale = Launcher(tmp_path, "--no-proxy", "--require-fresh", env={"STUB_SERVED": "3"})
     output, _ = stale.process.communicate(timeout=90)
@@ -204,6 +209,7 @@ def test_a_stale_fleet_that_must_be_fresh_is_stopped(tmp_path: Path) -> None:
     assert msgspec.json.decode((stale.run_dir / FRESH_FILE).read_bytes(), type=FreshProof).fresh is False
 
 
+@pytest.mark.fleet
 def test_a_fresh_fleet_is_proven_and_goes_on(tmp_path: Path) -> None:
     fresh = Launcher(tmp_path, "--no-proxy", "--require-fresh", "--detach", "--set", "count=1")
     output, _ = fresh.process.communicate(timeout=90)
