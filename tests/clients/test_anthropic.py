@@ -13,14 +13,21 @@ import pytest_asyncio
 from tests.proxy.conftest import StartProxy
 from tests.proxy.typed_engine import TypedEngine
 
-anthropic = pytest.importorskip("anthropic")
-
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+anthropic: Any
+"""Imported with the first test: it takes two seconds, in each process that collects this file."""
 
 MODEL = "warm-sim"
 SYSTEM: Any = [{"type": "text", "text": "be brief " * 100, "cache_control": {"type": "ephemeral"}}]
 HI: Any = [{"role": "user", "content": "hi"}]
 TOOLS: Any = [{"name": "read", "description": "Read a file", "input_schema": {"type": "object", "properties": {}}}]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _library() -> None:
+    global anthropic
+    anthropic = pytest.importorskip("anthropic")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
