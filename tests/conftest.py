@@ -19,6 +19,7 @@ from typing import Any
 import certifi
 import pytest
 import typer.main
+import typer.utils
 from fastapi._compat.v2 import ModelField, asdict
 from fastapi.dependencies import utils as dependencies
 from hypothesis import settings
@@ -155,7 +156,7 @@ def _options_read_once() -> Iterator[None]:
             made[command] = original(command)
         return made[command]
 
-    original = typer.main.get_params_from_function
+    original = typer.utils.get_params_from_function
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(typer.main, "get_params_from_function", shared)
         yield
