@@ -36,6 +36,9 @@ def engine(
     scheduling_policy: Annotated[
         str, typer.Option(help="Order of waiting requests: fcfs, or priority (of each request, lower first).")
     ] = "fcfs",
+    long_prefill_token_threshold: Annotated[
+        int, typer.Option(help="Most tokens of a step for one request; 0: the whole budget.", min=0)
+    ] = 0,
     max_model_len: Annotated[
         int | None,
         typer.Option(
@@ -122,6 +125,7 @@ def engine(
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
             scheduling_policy=scheduling_policy,
+            long_prefill_token_threshold=long_prefill_token_threshold,
             max_model_len=max_model_len,
             time_scale=engine_speed,
             seed=seed,

@@ -14,7 +14,7 @@
 # layers make KV smaller, and pools larger), MAX_MODEL_LEN (130000, must fit the pool), READY_S (300), PROXY_PORT (9090),
 # FIRST_PORT (8001; those of events and hand-over are 1000 and more above), TRANSFER (default none; tcp or nvlink: engines
 # that hand over KV with Mooncake, which the policy joint needs), SCHEDULING (default fcfs; priority: the engines compute
-# waiting prompts in the order that the proxy gives), and SIMULATED=1 (simulated engines of the same pool and
+# waiting prompts in the order that the proxy gives), LONG_PREFILL (0; most tokens of a step for one prompt), and SIMULATED=1 (simulated engines of the same pool and
 # blocks instead, to rehearse without a GPU; ENGINE_SPEED times as fast, timed by the hardware profile PROFILE, h20).
 set -euo pipefail
 [ $# -eq 1 ] || { sed -n '2,20p' "$0"; exit 2; }
@@ -29,7 +29,7 @@ if [ -z "${SIMULATED:-}" ] && [ -n "${ENGINE_SPEED:-}${PROFILE:-}" ]; then
   echo "ENGINE_SPEED and PROFILE are for simulated engines: set SIMULATED=1 too, or unset them"
   exit 2
 fi
-scheduling=${SCHEDULING:-fcfs}
+scheduling=${SCHEDULING:-fcfs} threshold=${LONG_PREFILL:-0}
 case $scheduling in fcfs | priority) ;; *) echo "SCHEDULING: fcfs or priority"; exit 2 ;; esac
 case $transfer in none) role=none ;; tcp | nvlink) role=kv_both ;; *) echo "TRANSFER: none, tcp or nvlink"; exit 2 ;; esac
 shape=$("$python" bench/gpu/engine_shape.py --model "$model" --longest "$longest" --pool-bytes "$pool_bytes" \
@@ -62,14 +62,14 @@ for ((i = 0; i < count; i++)); do
   fi
   if [ -n "${SIMULATED:-}" ]; then
     setsid "$python" -m sim --port $((first + i)) --kv-capacity-tokens "$pool" --block-size "$block" --role "$role" \
-      --scheduling-policy "$scheduling" --max-model-len "$longest" --max-num-seqs 32 --bootstrap-port $((first + 1200 + i)) --engine-speed "${ENGINE_SPEED:-1}" \
+      --scheduling-policy "$scheduling" --long-prefill-token-threshold "$threshold" --max-model-len "$longest" --max-num-seqs 32 --bootstrap-port $((first + 1200 + i)) --engine-speed "${ENGINE_SPEED:-1}" \
       --profile "${PROFILE:-h20}" --kv-events-port $((first + 1000 + i)) --kv-events-replay-port $((first + 1100 + i)) > "$output/engine-$i.log" 2>&1 < /dev/null &
   else
     CUDA_VISIBLE_DEVICES=$((i / per_gpu)) MASTER_PORT=$((29500 + i)) VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 \
       setsid "$python" -m vllm.entrypoints.openai.api_server --model "$model" --served-model-name q \
       --host 127.0.0.1 --port $((first + i)) --load-format "${LOAD_FORMAT:-auto}" --generation-config vllm \
       --attention-backend FLASH_ATTN -cc '{"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY"}' --max-num-seqs 32 \
-      --scheduling-policy "$scheduling" --max-model-len "$longest" --hf-overrides "$overrides" --block-size "$block" \
+      --scheduling-policy "$scheduling" --long-prefill-token-threshold "$threshold" --max-model-len "$longest" --hf-overrides "$overrides" --block-size "$block" \
       --gpu-memory-utilization 0.22 --kv-cache-memory-bytes "$pool_bytes" \
       --enable-prefix-caching --enable-prompt-tokens-details --kv-events-config "$events" "${handover[@]}" \
       > "$output/engine-$i.log" 2>&1 < /dev/null &

@@ -47,6 +47,7 @@ class VllmEngine:
             ("max-num-seqs", vllm.max_num_seqs),
             ("scheduling-policy", vllm.scheduling_policy if vllm.scheduling_policy != "fcfs" else None),
             ("max-num-batched-tokens", vllm.max_num_batched_tokens),
+            ("long-prefill-token-threshold", vllm.long_prefill_token_threshold or None),
             ("gpu-memory-utilization", vllm.gpu_memory_utilization),
             ("tensor-parallel-size", vllm.tensor_parallel_size if vllm.tensor_parallel_size > 1 else None),
             ("data-parallel-size", vllm.data_parallel_size if vllm.data_parallel_size > 1 else None),

@@ -30,6 +30,7 @@ _OWN_FLAGS = {
     "--data-parallel-size": "vllm.data_parallel_size",
     "-dp": "vllm.data_parallel_size",
     "--scheduling-policy": "vllm.scheduling_policy",
+    "--long-prefill-token-threshold": "vllm.long_prefill_token_threshold",
     "--enable-prefix-caching": "vllm.prefix_caching",
     "--no-enable-prefix-caching": "vllm.prefix_caching",
 }

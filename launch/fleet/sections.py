@@ -32,6 +32,12 @@ class SimSettings(Section):
         default="fcfs",
         description="order of waiting prompts: of arrival, or priority, which the proxy then sets in every request",
     )
+    long_prefill_token_threshold: int = Field(
+        default=0,
+        ge=0,
+        description="most tokens of one step for one request, so that short prompts share steps with a long one; "
+        "0: the whole budget",
+    )
     max_model_len: int | None = Field(default=None, ge=2, description="most tokens of prompt plus output")
     stream_interval: int | None = Field(default=None, ge=1, description="fewest tokens in one stream event")
     flush_ms: float | None = Field(default=None, ge=0.1, description="wall time over which tokens form one event")
@@ -194,6 +200,12 @@ class VllmSettings(Section):
         "sets in every request",
     )
     max_num_batched_tokens: int | None = Field(default=None, ge=1, description="--max-num-batched-tokens")
+    long_prefill_token_threshold: int = Field(
+        default=0,
+        ge=0,
+        description="--long-prefill-token-threshold, most tokens of one step for one request, so that short prompts "
+        "share steps with a long one; 0: the whole budget",
+    )
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1, description="--gpu-memory-utilization")
     tensor_parallel_size: int = Field(default=1, ge=1, description="devices of one instance, or of one rank of it")
     data_parallel_size: int = Field(

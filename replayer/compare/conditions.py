@@ -25,6 +25,7 @@ _WORTH_TELLING_OPTIONS = (
     "kv_capacity_tokens",
     "max_num_seqs",
     "scheduling_policy",
+    "long_prefill_token_threshold",
     "max_num_batched_tokens",
     "max_model_len",
     "transport",

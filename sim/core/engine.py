@@ -52,6 +52,7 @@ class Engine:
             config.max_num_batched_tokens,
             config.max_num_seqs,
             by_priority=config.priority_scheduling,
+            long_prefill_tokens=config.long_prefill_token_threshold,
         )
 
     # Requests

@@ -59,12 +59,17 @@ class Scheduler:
         max_num_seqs: int,
         *,
         by_priority: bool = False,
+        long_prefill_tokens: int = 0,
     ) -> None:
         self.pool = pool
         self.block_tokens = block_tokens
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
         self.by_priority = by_priority
+        self.most_prefill_tokens = long_prefill_tokens or max_num_batched_tokens
+        """Tokens that one request may compute in a step."""
+        self.shares_steps = self.most_prefill_tokens < max_num_batched_tokens
+        """True if a step has room beside a prompt partway through its chunks."""
         self.waiting: Waiting = PriorityQueue() if by_priority else deque()
         self.running: list[Sequence] = []
         self.decoders = Decoders(block_tokens)
@@ -74,6 +79,8 @@ class Scheduler:
 
     def plan(self) -> StepPlan:
         """Schedule one step: allocates blocks, publishes those that the step fills, moves ``computed`` forward."""
+        if self.shares_steps:
+            return self._plan_shared()
         running, decoders = self.running, self.decoders
         streams = decoders.count
         budget = self.max_num_batched_tokens - streams
@@ -146,6 +153,35 @@ class Scheduler:
             budget -= count
             _record(plan, sequence, count)
 
+    def _plan_shared(self) -> StepPlan:
+        """The same where several requests may be partway through their prompts, anywhere among the running ones."""
+        running, decoders = self.running, self.decoders
+        streams = decoders.count
+        budget = self.max_num_batched_tokens - streams
+        parts, fresh = [], 0
+        if len(running) > streams:
+            for sequence in running:
+                if not sequence.decoding:
+                    tokens = min(sequence.total - sequence.computed, self.most_prefill_tokens, budget)
+                    if tokens <= 0:
+                        return self._plan_one_by_one()
+                    budget -= tokens
+                    fresh += self._lacking(sequence, tokens)
+                    parts.append((sequence, tokens))
+        free = self.pool.free_blocks - fresh
+        if budget < 0 or free < 0 or (free < streams and free < (decoders.blocks_next_step() if streams else 0)):
+            return self._plan_one_by_one()
+        plan = StepPlan()
+        plan.decoders = streams
+        if streams:
+            self.grow_decoders(decoders.steps + 1)
+        for sequence, tokens in parts:
+            self.grow(sequence, tokens)
+            _record(plan, sequence, tokens)
+        if budget and self.waiting:
+            self._admit_waiting(plan, budget)
+        return plan
+
     def _plan_one_by_one(self) -> StepPlan:
         """Schedule request by request, for when blocks or budget do not suffice for all."""
         plan, running = StepPlan(), self.running
@@ -170,7 +206,7 @@ class Scheduler:
         index = 0
         while index < len(running) and budget > 0:
             sequence = running[index]
-            count = min(sequence.total - sequence.computed, budget)
+            count = min(sequence.total - sequence.computed, self.most_prefill_tokens, budget)
             if self._lacking(sequence, count) > self.pool.free_blocks:
                 victim = max(running, key=place_of) if self.by_priority else running[-1]
                 place = running.index(victim)
@@ -246,7 +282,7 @@ class Scheduler:
         sequence.extend_keys(lookup)
         hits = self.pool.match(sequence.keys, lookup)
         cached = hits.blocks * size
-        count = min(sequence.total - cached, budget)
+        count = min(sequence.total - cached, self.most_prefill_tokens, budget)
         if not self._take(sequence, cached + count, hits):
             return 0
         self._count_lookup(sequence, cached)

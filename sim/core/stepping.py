@@ -87,7 +87,11 @@ def time_step(
         for _, count, before in plan.chunks:
             chunks_s += timing.chunk(count, before)
         growth_s = timing.decode_context_s * streams
-        steps = 1 if plan.streams or timing.prefill_s + chunks_s < timing.prefill_floor_s else _full_chunks(plan)
+        steps = (
+            1
+            if scheduler.shares_steps or plan.streams or timing.prefill_s + chunks_s < timing.prefill_floor_s
+            else _full_chunks(plan)
+        )
         if steps > 1:
             count = plan.chunks[0][1]
             growth_s += timing.prefill_context_s * count * count

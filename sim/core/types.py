@@ -38,8 +38,15 @@ class EngineConfig:
     load_failure_policy: LoadFailurePolicy = LoadFailurePolicy.HANG
     priority_scheduling: bool = False
     """Waiting requests are computed by priority, then in order of arrival (``--scheduling-policy priority``)."""
+    long_prefill_token_threshold: int = 0
+    """Most tokens of a step for one request, so that others share it (vLLM's flag of this name); 0: the whole step."""
 
     def __post_init__(self) -> None:
+        if not 0 <= self.long_prefill_token_threshold <= self.max_model_len:
+            raise ValueError(
+                f"long_prefill_token_threshold {self.long_prefill_token_threshold} is not in 0 .. "
+                f"{self.max_model_len}, the longest request"
+            )
         if min(self.block_tokens, self.max_num_batched_tokens, self.max_num_seqs) < 1:
             raise ValueError("block_tokens, max_num_batched_tokens and max_num_seqs must be at least 1")
         if self.max_model_len > self.num_blocks * self.block_tokens:

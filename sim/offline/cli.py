@@ -97,6 +97,9 @@ def simulate_command(
         str,
         typer.Option(help="Order of waiting requests: fcfs, or priority, which a policy with a slowdown sets."),
     ] = "fcfs",
+    long_prefill_token_threshold: Annotated[
+        int, typer.Option(min=0, help="Most tokens of a step for one request; 0: the whole budget.")
+    ] = 0,
     max_model_len: Annotated[
         int | None,
         typer.Option(
@@ -224,6 +227,7 @@ def simulate_command(
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
             scheduling_policy=scheduling_policy,
+            long_prefill_token_threshold=long_prefill_token_threshold,
             max_model_len=max_model_len,
             transport=transport,
             time_scale=arrival_speed,

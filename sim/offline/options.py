@@ -103,6 +103,8 @@ class SimOptions:
     max_model_len: int | None = None
     scheduling_policy: str = "fcfs"
     """``priority``: the engines compute waiting prompts by priority, and a policy may order them."""
+    long_prefill_token_threshold: int = 0
+    """Most tokens of a step for one request; 0: the whole budget."""
     transport: str | None = None
     """Transport of KV between instances; None: the profile's default."""
     recent_half_life_s: float = 30.0
@@ -180,6 +182,7 @@ class SimOptions:
                 max_num_seqs=self.max_num_seqs,
                 max_model_len=self.max_model_len,
                 scheduling_policy=self.scheduling_policy,
+                long_prefill_token_threshold=self.long_prefill_token_threshold,
                 transport=self.transport,
                 abort_timeout_s=self.bounds.hold_s,
             )

@@ -84,6 +84,7 @@ def header_of(
             "max_num_batched_tokens": options.max_num_batched_tokens,
             "max_num_seqs": options.max_num_seqs,
             "scheduling_policy": options.scheduling_policy,
+            "long_prefill_token_threshold": options.long_prefill_token_threshold,
             "max_model_len": options.max_model_len,
             "transport": options.transport,
             "arrival_jitter_s": options.noise.arrival_jitter_s,

@@ -43,6 +43,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     max_num_batched_tokens: int | None = None
     max_num_seqs: int | None = None
     scheduling_policy: str = "fcfs"
+    long_prefill_token_threshold: int = 0
     max_model_len: int | None = None
     transport: str | None = None
     time_scale: float = 1.0
@@ -109,6 +110,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,
             scheduling_policy=self.scheduling_policy,
+            long_prefill_token_threshold=self.long_prefill_token_threshold,
             max_model_len=self.max_model_len,
             transport=self.transport,
             plan=self.plan_options(),

@@ -71,6 +71,7 @@ class ServerSettings:
         hash_seed: int = 0,
         data_parallel_size: int = 1,
         scheduling_policy: str = "fcfs",
+        long_prefill_token_threshold: int = 0,
     ) -> ServerSettings:
         """Settings with every option that is not given taken from the profile.
 
@@ -125,6 +126,7 @@ class ServerSettings:
                 abort_timeout_s=abort_timeout_s,
                 load_failure_policy=LoadFailurePolicy(kv_load_failure_policy),
                 priority_scheduling=scheduling_policy == "priority",
+                long_prefill_token_threshold=long_prefill_token_threshold,
             )
         except ValueError as error:
             raise EngineSettingsError(str(error)) from error

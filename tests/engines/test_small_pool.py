@@ -26,7 +26,7 @@ from launch.run.supervisor import Fleet
 from proxy.settings import load_settings
 from tests.engines.conftest import ROOT
 from tests.engines.relay import Relay
-from tests.engines.rig import BLOCK, REAL_ENGINES, Engines, Proxy, fresh_prompt, until, until_trusted
+from tests.engines.rig import BLOCK, REAL_ENGINES, Engines, Proxy, fresh_prompt, sse_data, until, until_trusted
 from tests.integration.published import nothing_from
 from tests.proxy.conftest import serving
 
@@ -34,6 +34,8 @@ pytestmark = REAL_ENGINES
 
 POOL_BLOCKS = 512
 """8,192 tokens: a few conversations fill it."""
+SHARED_TOKENS = 512
+"""Most tokens of P's steps for one prompt."""
 HEAVY_TOKENS = 500
 SETTINGS = {
     "classes": {"medium_tokens": 200, "heavy_tokens": HEAVY_TOKENS},
@@ -103,7 +105,8 @@ async def pair(
     folder = tmp_path_factory.mktemp("small")
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(httpx.AsyncClient(timeout=60, trust_env=False))
-        p_file = small_fleet(engine_python, tiny_model, 0, "p-")
+        shared = {"vllm.long_prefill_token_threshold": SHARED_TOKENS}
+        p_file = small_fleet(engine_python, tiny_model, 0, "p-", **shared)
         await stack.enter_async_context(Fleet(p_file, folder / "p", with_proxy=False))
         bootstrap_url = p_file.bootstrap_url(0)
         assert bootstrap_url is not None
@@ -174,6 +177,24 @@ async def listening(pair: SmallPair) -> AsyncIterator[Proxy]:
         proxy = Proxy(url, client, pair.d.file.request_model)
         await proxy.until_healthy("p-0", "d-0")
         yield proxy
+
+
+async def first_answered(engines: Engines) -> int:
+    """Number of the first prompt with a token, of two that take several steps and a short one behind them."""
+    prompts = [fresh_prompt(3_900), fresh_prompt(3_900), fresh_prompt(20)]
+    body = {"model": engines.file.request_model, "prompt": prompts, "max_tokens": 4, "stream": True, "temperature": 0}
+    first = None
+    async with engines.client.stream("POST", f"{engines.file.url(0)}/v1/completions", json=body) as answer:
+        async for event in sse_data(answer):
+            if first is None and event != b"[DONE]":
+                first = json.loads(event)["choices"][0]["index"]
+    assert first is not None
+    return int(first)
+
+
+async def test_a_short_prompt_shares_steps_with_long_ones_where_they_are_bounded(pair: SmallPair) -> None:
+    assert await first_answered(pair.p) == 2
+    assert await first_answered(pair.d) == 0
 
 
 async def events_of(proxy: Proxy, engines: Engines) -> dict[str, Any]:

@@ -193,7 +193,7 @@ class PlainEngine:
         index = 0
         while index < len(self.running) and budget > 0:
             sequence = self.running[index]
-            count = min(sequence.total - sequence.computed, budget)
+            count = min(sequence.total - sequence.computed, self.most(), budget)
             while not self.grow(sequence, count):
                 by_priority = self.config.priority_scheduling
                 victim = max(self.running, key=priority_and_arrival) if by_priority else self.running[-1]
@@ -202,7 +202,7 @@ class PlainEngine:
                 if planned:
                     index -= 1
                     budget += self.take_back(victim)
-                    count = min(sequence.total - sequence.computed, budget)
+                    count = min(sequence.total - sequence.computed, self.most(), budget)
                 self.free(victim)
                 victim.computed = victim.published = 0
                 self.counters.preemptions += 1
@@ -215,6 +215,10 @@ class PlainEngine:
             self.record(sequence, count)
             index += 1
         return budget
+
+    def most(self) -> int:
+        """Most tokens of a step for one request."""
+        return self.config.long_prefill_token_threshold or self.config.max_num_batched_tokens
 
     def take_back(self, sequence: Any) -> int:
         """Remove a request from the plan; returns the tokens that it would have computed."""
@@ -293,7 +297,7 @@ class PlainEngine:
         sequence.extend_keys(lookup)
         hits = self.pool.match(sequence.keys[:lookup])
         cached = len(hits) * size
-        count = min(sequence.total - cached, budget)
+        count = min(sequence.total - cached, self.most(), budget)
         if not self.take(sequence, cached + count, hits):
             return 0
         self.count_lookup(sequence, cached)

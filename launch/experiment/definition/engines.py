@@ -28,6 +28,7 @@ _OF_ENGINES = (
     "max_num_batched_tokens",
     "max_num_seqs",
     "scheduling_policy",
+    "long_prefill_token_threshold",
     "transport",
 )
 """Keys of the backend that decide on its engines; a setup of the simulator has the same."""

@@ -252,6 +252,12 @@ class SimulatedBackend(Section):
         description="order of waiting prompts: of arrival, or priority, which a routing policy with a slowdown sets",
     )
     max_num_batched_tokens: int | None = Field(default=None, ge=1, description="token budget of one engine step")
+    long_prefill_token_threshold: int = Field(
+        default=0,
+        ge=0,
+        description="most tokens of one step for one request, so that short prompts share steps with a long one; "
+        "0: the whole budget",
+    )
     transport: str | None = Field(default=None, description="KV transport; default: the profile's")
     role: Role | None = Field(
         default=None, description="of every instance; default: kv_both with a planner other than never, else none"

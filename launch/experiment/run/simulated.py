@@ -83,6 +83,7 @@ def simulator_command(experiment: LoadedExperiment, slot: Slot, trace: Path, run
         "max-num-seqs": backend.max_num_seqs,
         "scheduling-policy": backend.scheduling_policy if backend.scheduling_policy != "fcfs" else None,
         "max-num-batched-tokens": backend.max_num_batched_tokens,
+        "long-prefill-token-threshold": backend.long_prefill_token_threshold or None,
         "transport": backend.transport,
         "role": None if backend.role is None else backend.role.value,
         "prefill-instances": backend.prefill_instances or None,

@@ -104,6 +104,9 @@ def test_the_order_of_waiting_prompts_reaches_the_simulator(tmp_path: Path) -> N
 
     assert "--scheduling-policy" not in command()
     assert dict(itertools.pairwise(command(scheduling_policy="priority")))["--scheduling-policy"] == "priority"
+    assert "--long-prefill-token-threshold" not in command()
+    shared = dict(itertools.pairwise(command(long_prefill_token_threshold=4096)))
+    assert shared["--long-prefill-token-threshold"] == "4096"
     with pytest.raises(ExperimentError, match="scheduling_policy"):
         settings(backend={**SIMULATED["backend"], "scheduling_policy": "lifo"})
 

@@ -45,6 +45,7 @@ class Case(NamedTuple):
     policy: LoadFailurePolicy
     timing: StepTiming
     by_priority: bool
+    threshold: int
 
 
 # No round numbers: sums of equal times in another order would differ only in the last bit.
@@ -76,6 +77,7 @@ CASES = st.builds(
     st.sampled_from(list(LoadFailurePolicy)),
     st.sampled_from(TIMINGS),
     st.booleans(),
+    st.sampled_from([0, 0, 2, 5, 9]),
 )
 
 
@@ -142,6 +144,7 @@ def play(
                 abort_timeout_s=2.0,
                 load_failure_policy=case.policy,
                 priority_scheduling=case.by_priority,
+                long_prefill_token_threshold=case.threshold,
             ),
             case.timing,
             transfer_seconds,
@@ -241,18 +244,20 @@ def test_the_workloads_of_the_comparison_reach_the_corners() -> None:
         "pulled": 0,
         "errors": 0,
         "fused": 0,
+        "shared": 0,
     }
 
     @given(case=CASES)
-    @settings(max_examples=150, deadline=None, database=None, derandomize=True)
+    @settings(max_examples=300, deadline=None, database=None, derandomize=True)
     def collect(case: Case) -> None:
-        copies = 0
+        copies = shared = 0
         publish = PlainEngine.publish
 
         def watch(self: PlainEngine, sequence: Any) -> None:
-            nonlocal copies
+            nonlocal copies, shared
             publish(self, sequence)
             copies += len(self.pool.copies)
+            shared += sum(each.computed < each.request.prompt_tokens for each in self.running) > 1
 
         PlainEngine.publish = watch  # type: ignore[method-assign]
         try:
@@ -260,6 +265,7 @@ def test_the_workloads_of_the_comparison_reach_the_corners() -> None:
         finally:
             PlainEngine.publish = publish  # type: ignore[method-assign]
         seen["copies"] += copies
+        seen["shared"] += shared
         for engine in engines.values():
             seen["preemptions"] += engine.counters.preemptions
             seen["ordered"] += case.by_priority and engine.counters.preemptions
