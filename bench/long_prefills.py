@@ -1,0 +1,179 @@
+"""``python -m bench.long_prefills``: engines in which short prompts share steps with a long one, in virtual time.
+
+Each cell of traces, loads and pools is played four times with ``warm``: on engines that compute in order of arrival,
+with an order of prefills (``--scheduling-policy priority``), with a bound on one prompt's tokens in a step
+(``--long-prefill-token-threshold``), and with both. Ratios are to the first, with paired intervals over sessions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from bench.cells.arenas import chosen_traces, prepared
+from bench.cells.ratios import BEYOND, geometric_mean
+from bench.figures.machine import machine
+from bench.joint.cells import JointRatios, PlacementFigures, judged_sessions, placement_arm, ratios_of
+from bench.joint.tables import METRICS
+from bench.tournament.results import GridCell
+from bench.tournament.settings import TournamentError, read_settings
+from policies.registry import make_routing
+from policies.types import Role
+from sim.hardware import ProfileError, load_profile
+
+SCHEMA = 1
+ARMS = ("order", "threshold", "both")
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """One cell to play, as plain data for another process."""
+
+    folder: str
+    cell: GridCell
+    seed: int
+    threshold: int
+    profile: str = ""
+    """Hardware profile of the engines; empty: that of the tournament's settings."""
+
+
+class PlayedCell(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures of the four arms in one cell, and ratios to the first."""
+
+    cell: GridCell
+    seed: int
+    sessions: int
+    turns: int
+    plain: PlacementFigures
+    arms: dict[str, PlacementFigures]
+    ratios: dict[str, JointRatios]
+
+
+class Document(msgspec.Struct, frozen=True, kw_only=True):
+    """A kept result."""
+
+    kind: str
+    schema: int
+    machine: dict[str, str]
+    profile: str
+    threshold: int
+    cells: list[PlayedCell]
+
+
+def play(work: Work) -> PlayedCell:
+    """Play one cell four times.
+
+    Raises:
+        TournamentError: no such trace, or no request to judge.
+    """
+    stage = prepared(work.folder, work.cell, work.seed, work.profile)
+    session_of = judged_sessions(stage)
+    ordered, plain = make_routing("warm", {}), make_routing("warm", {"slowdown": 0.0})
+    base = placement_arm(stage, replace(stage.options, role=Role.NONE), plain)
+    arms = {}
+    for name, policy, scheduling, threshold in (
+        ("order", ordered, "priority", 0),
+        ("threshold", plain, "fcfs", work.threshold),
+        ("both", ordered, "priority", work.threshold),
+    ):
+        options = replace(
+            stage.options,
+            role=Role.NONE,
+            scheduling_policy=scheduling,
+            long_prefill_token_threshold=threshold,
+        )
+        arms[name] = placement_arm(stage, options, policy)
+    return PlayedCell(
+        cell=stage.cell,
+        seed=stage.seed,
+        sessions=stage.sessions,
+        turns=session_of.size,
+        plain=base.figures,
+        arms={name: arm.figures for name, arm in arms.items()},
+        ratios={name: ratios_of(arm, base, session_of, stage.seed) for name, arm in arms.items()},
+    )
+
+
+def table_of(cells: Sequence[PlayedCell]) -> list[str]:
+    """A Markdown table, a row for each trace and arm: geometric means over the other dimensions.
+
+    ``better`` and ``worse`` count figures whose interval excludes 1 on that side by more than 3 %.
+    """
+    lines = [
+        f"| trace | engines | runs | {' | '.join(METRICS)} | better | worse |",
+        f"| --- | --- | ---: |{' ---: |' * len(METRICS)} ---: | ---: |",
+    ]
+    for trace in sorted({each.cell.trace for each in cells}):
+        for arm in ARMS:
+            found = [each.ratios[arm] for each in cells if each.cell.trace == trace]
+            means = [geometric_mean([read(ratios)[0] for ratios in found]) for read in METRICS.values()]
+            better = sum(read(ratios)[2] < 1 / BEYOND for ratios in found for read in METRICS.values())
+            worse = sum(read(ratios)[1] > BEYOND for ratios in found for read in METRICS.values())
+            lines.append(f"| `{trace}` | {arm} | {len(found)} | {' | '.join(means)} | {better} | {worse} |")
+    return lines
+
+
+def main(
+    trace_dir: Annotated[Path, typer.Option(envvar="WARMROUTE_TRACES", help="Folder of traces.")],
+    trace: Annotated[list[str] | None, typer.Option(help="Name of a trace; default: all. Repeatable.")] = None,
+    load: Annotated[list[float] | None, typer.Option(help="Share of saturation. Repeatable.")] = None,
+    pool: Annotated[list[float] | None, typer.Option(help="KV pool in hot sets. Repeatable.")] = None,
+    fleet: Annotated[int, typer.Option(min=1, help="Number of instances.")] = 8,
+    seed: Annotated[list[int] | None, typer.Option(help="Repeatable.")] = None,
+    threshold: Annotated[int, typer.Option(min=1, help="Most tokens of a step for one prompt.")] = 6144,
+    profile: Annotated[
+        str, typer.Option(help="Hardware profile of the engines, by name or path. Default: configs/tournament.yaml's.")
+    ] = "",
+    jobs: Annotated[int, typer.Option(min=1, help="Parallel processes.")] = 1,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Also write all figures to this file, after every cell.")
+    ] = None,
+) -> None:
+    """Compare engines with a bound on one prompt's tokens in a step, with an order, and with both, to neither."""
+    try:
+        traces = chosen_traces(trace_dir, trace or [])
+        timed_by = load_profile(profile or read_settings().profile)
+    except (TournamentError, ProfileError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error
+    works = [
+        Work(
+            folder=str(trace_dir),
+            cell=GridCell(trace=name, load=share, pool=hot_sets, fleet=fleet),
+            seed=number,
+            threshold=threshold,
+            profile=profile,
+        )
+        for number in seed or [3, 4, 5]
+        for name in traces
+        for hot_sets in pool or [1.0, 4.0]
+        for share in load or [0.9]
+    ]
+    cells: list[PlayedCell] = []
+    with ProcessPoolExecutor(min(jobs, len(works)), mp_context=get_context("spawn")) as processes:
+        for cell in processes.map(play, works):
+            cells.append(cell)
+            if output is not None:
+                document = Document(
+                    kind="long-prefills",
+                    schema=SCHEMA,
+                    machine=machine(),
+                    profile=timed_by.name,
+                    threshold=threshold,
+                    cells=cells,
+                )
+                output.parent.mkdir(parents=True, exist_ok=True)
+                output.write_bytes(msgspec.json.encode(document))
+            shown = ", ".join(f"{arm} {cell.ratios[arm].ttft_p90[0]:.2f}" for arm in ARMS)
+            typer.echo(f"{cell.cell}, seed {cell.seed}: TTFT p90 {shown}", err=True)
+    typer.echo("\n".join(table_of(cells)))
+
+
+if __name__ == "__main__":
+    typer.run(main)

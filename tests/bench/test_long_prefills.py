@@ -1,0 +1,41 @@
+"""The page on steps that prompts share: its table and figures are those of the kept result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from bench.cells.ratios import BEYOND
+from bench.joint.tables import METRICS
+from bench.long_prefills import ARMS, Document, PlayedCell, table_of
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = (DOCS / "decisions" / "0027-steps-shared-by-prompts.md").read_text(encoding="utf-8")
+CELLS = msgspec.json.decode((DOCS / "results" / "long-prefills.json").read_bytes(), type=Document).cells
+
+
+def counts(cells: list[PlayedCell], arm: str) -> tuple[int, int]:
+    """Figures that are better and worse beyond their intervals."""
+    found = [read(each.ratios[arm]) for each in cells for read in METRICS.values()]
+    return sum(high < 1 / BEYOND for _, _, high in found), sum(low > BEYOND for _, low, _ in found)
+
+
+def test_the_page_shows_the_table_of_the_kept_result() -> None:
+    shown = PAGE.partition("<!-- long prefills: begin -->")[2].partition("<!-- long prefills: end -->")[0].strip()
+    assert shown == "\n".join(table_of(CELLS))
+    assert len(CELLS) * len(ARMS) == 144
+
+
+def test_what_the_page_says_of_agents_with_the_longest_prompts() -> None:
+    agents = [each for each in CELLS if each.cell.trace == "kct_raw"]
+    order, both = counts(agents, "order"), counts(agents, "both")
+    page = " ".join(PAGE.split())
+    assert f"the order alone is worse in {order[1]} figures and better in {order[0]}" in page
+    assert both[1] == 0
+    assert f"with the bound it is better in {both[0]} and worse in none" in page
+
+
+def test_both_gain_elsewhere_as_much_as_the_order_alone() -> None:
+    others = [each for each in CELLS if each.cell.trace not in {"kct_raw", "taubench"}]
+    assert abs(counts(others, "both")[0] - counts(others, "order")[0]) <= 5
