@@ -14,7 +14,7 @@ from replayer.compare.comparison import CompareOptions
 from replayer.compare.conditions import ComparisonError
 from replayer.compare.matrix import matrix_of
 from replayer.compare.runs import compare_arms
-from replayer.traces.loading import load_trace
+from replayer.traces.loading import load_replayed
 from replayer.traces.trace import TraceError
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def compare_experiment(directory: Path, state: ExperimentState) -> tuple[list[Co
     try:
         options = found.settings.applied(CompareOptions())
         if found.trace is not None and found.trace.exists():
-            options = replace(options, trace=load_trace(found.trace))
+            options = replace(options, trace=load_replayed(found.trace, arms[0].runs[0].run.header.options))
         return compare_arms(arms, options), refusals
     except (ComparisonError, TraceError) as error:
         return [], [*refusals, str(error)]

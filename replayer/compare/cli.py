@@ -230,7 +230,7 @@ def _read(
     """Arms, A/A groups, trace, notes, an experiment's settings; an unreadable input ends the command, status 2."""
     from replayer.compare.arms import ArmFilesError, parse_arms, read_arm, read_experiment, unique
     from replayer.records.runs import RecordError
-    from replayer.traces.loading import load_trace
+    from replayer.traces.loading import load_replayed
     from replayer.traces.trace import TraceError
 
     arms: list[ArmRuns] = []
@@ -260,7 +260,8 @@ def _read(
             _stop(
                 "compare needs two arms: BASELINE.jsonl CANDIDATE.jsonl [...], --arm twice, or an experiment's folder"
             )
-        return arms, groups, load_trace(trace) if trace is not None else None, notes, settings
+        loaded = None if trace is None else load_replayed(trace, arms[0].runs[0].run.header.options)
+        return arms, groups, loaded, notes, settings
     except (ArmFilesError, RecordError, TraceError) as error:
         _stop(str(error))
     except OSError as error:

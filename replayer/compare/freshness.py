@@ -16,7 +16,7 @@ from replayer.compare.pairing import silence_as_zero
 from replayer.records.counted import counted
 from replayer.records.json_errors import BAD_JSON
 from replayer.records.runs import RequestRecord, Run
-from replayer.traces.trace import Trace
+from replayer.traces.trace import Trace, TraceRequest
 
 FRESH_FILE = "fresh.json"
 SLACK_TOKENS = 64
@@ -41,7 +41,9 @@ def stale_reasons(run: Run, *, directory: Path | None = None, trace: Trace | Non
     if all(record.cached_tokens is None for record in records):
         return reasons
     reasons += _first_requests(records)
-    reasons += _above_ideal(run, records) if trace is None else _beyond_trace(records, trace)
+    # A trace that was read otherwise than by the run, whose header does not say how, has other sessions and turns.
+    known = trace is not None and {_key(one) for one in records} <= {_key(one) for one in trace.requests}
+    reasons += _beyond_trace(records, trace) if trace is not None and known else _above_ideal(run, records)
     return reasons
 
 
@@ -127,7 +129,7 @@ def _above_ideal(run: Run, records: list[RequestRecord]) -> list[str]:
 
 def _beyond_trace(records: list[RequestRecord], trace: Trace) -> list[str]:
     """Every request's hits against all that any other request sent before its first token could have cached."""
-    by_chat = {(request.session_id, request.turn, request.chat_id): request for request in trace.requests}
+    by_chat = {_key(request): request for request in trace.requests}
     size = trace.block_tokens
     sent = sorted((record for record in records if record.sent_s is not None), key=lambda record: record.sent_s or 0.0)
     ends = {
@@ -161,8 +163,12 @@ def _beyond_trace(records: list[RequestRecord], trace: Trace) -> list[str]:
     ]
 
 
+def _key(one: RequestRecord | TraceRequest) -> tuple[str, int, int]:
+    return one.session_id, one.turn, one.chat_id
+
+
 def _blocks(by_chat: dict[tuple[str, int, int], Any], record: RequestRecord, size: int) -> list[int]:
-    request = by_chat.get((record.session_id, record.turn, record.chat_id))
+    request = by_chat.get(_key(record))
     return [] if request is None else list(request.hash_ids[: request.full_blocks(size)])
 
 

@@ -9,7 +9,17 @@ from typing import IO, Self
 from replayer.records.counted import counted
 from replayer.records.runs import RecordError, RequestRecord, RunEnd, RunHeader, encode_line, read_run
 
-_SAME = ("trace_sha256", "time_scale", "think_scale", "clock_scale", "request_limit", "seed", "model")
+_SAME = (
+    "trace_sha256",
+    "time_scale",
+    "think_scale",
+    "clock_scale",
+    "max_inflight_sessions",
+    "request_limit",
+    "seed",
+    "model",
+)
+_SAME_OPTIONS = ("trace_options", "block_tokens", "idle_gap_cap_s", "prompt_mode", "token_low", "token_high")
 
 
 class Journal:
@@ -52,8 +62,9 @@ class Journal:
 
     def _check(self, header: RunHeader) -> None:
         run = read_run(self.path)
-        for name in _SAME:
-            before, now = getattr(run.header, name), getattr(header, name)
+        compared = [(name, getattr(run.header, name), getattr(header, name)) for name in _SAME]
+        compared += [(name, run.header.options.get(name), header.options.get(name)) for name in _SAME_OPTIONS]
+        for name, before, now in compared:
             if before != now:
                 raise RecordError(
                     f"{self.path}: was made with {name} = {before!r}, now {now!r}; resume with the same settings, "

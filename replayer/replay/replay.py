@@ -295,5 +295,6 @@ def _header(trace: Trace, plan: Plan, options: ReplayOptions) -> RunHeader:
             "token_high": options.token_high,
             "block_tokens": trace.block_tokens,
             "trace_notes": trace.notes,
+            **({"trace_options": trace.read_with} if trace.read_with else {}),
         },
     )

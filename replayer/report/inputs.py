@@ -16,7 +16,7 @@ from replayer.compare.pairing import silence_as_zero
 from replayer.records.breakdown_rows import BreakdownRow, read_rows, rows_of
 from replayer.records.json_errors import BAD_JSON
 from replayer.records.runs import RequestRecord, Run, RunEnd
-from replayer.traces.loading import load_trace
+from replayer.traces.loading import load_replayed
 from replayer.traces.trace import Trace
 
 Row = dict[str, Any]
@@ -190,9 +190,10 @@ def read_inputs(runs: Sequence[Path], specs: Sequence[str] = (), trace: Path | N
     arms = [arm_of(one) for one in found]
     files = _files(directory, arms, [one for one in (trace, own) if one is not None])
     without = ReportInputs(arms, environment=environment, notes=notes, settings=settings, files=files)
-    replayed = arms[0].run.header.trace_sha256
+    header = arms[0].run.header
+    replayed = header.trace_sha256
     if trace is not None:
-        loaded = load_trace(trace)
+        loaded = load_replayed(trace, header.options)
         if replayed and loaded.sha256 != replayed:
             raise ReportError(
                 f"--trace {trace} is not the trace that was replayed (SHA-256 {loaded.sha256[:12]}, the runs say "
@@ -203,7 +204,7 @@ def read_inputs(runs: Sequence[Path], specs: Sequence[str] = (), trace: Path | N
         return without
     if not own.exists():
         return replace(without, why_no_trace=f"the experiment's trace {own} is not there: give --trace FILE")
-    loaded = load_trace(own)
+    loaded = load_replayed(own, header.options)
     if replayed and loaded.sha256 != replayed:
         why = f"the experiment's trace {own} is not the one that was replayed: give --trace FILE"
         return replace(without, why_no_trace=why)

@@ -7,10 +7,10 @@ without sorting and without repair across requests.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain, islice, pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -66,6 +66,15 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     allow_deltas: bool = False
     """Accept a trace whose turns do not repeat their history."""
 
+    def given(self) -> dict[str, Any]:
+        """The options that are not the defaults, by name."""
+        return {
+            name: value for name, value in msgspec.structs.asdict(self).items() if value != getattr(_DEFAULTS, name)
+        }
+
+
+_DEFAULTS = LoadOptions()
+
 
 class _Opened(msgspec.Struct):
     requests: Iterator[TraceRequest]
@@ -86,6 +95,8 @@ class TraceStream(msgspec.Struct):
     sha256: str
     """Of the file's bytes as stored."""
     notes: list[str]
+    read_with: dict[str, Any]
+    """As of a `Trace`."""
     cut_session: str | None = None
     """Session of which only the first turns are among the requests."""
 
@@ -171,6 +182,7 @@ def stream(path: str | Path, options: LoadOptions | None = None) -> TraceStream:
         name=path.name,
         sha256=file_sha256(path),
         notes=opened.notes,
+        read_with=options.given(),
     )
 
 
@@ -258,6 +270,7 @@ def load(path: str | Path, options: LoadOptions | None = None) -> Trace:
         name=path.name,
         sha256=file_sha256(path),
         notes=notes,
+        read_with=options.given(),
     )
 
 
@@ -273,6 +286,24 @@ def load_trace(path: str | Path, *, limit: int | None = None, block_tokens: int 
         TraceError: unknown format, or a line that breaks a rule of the format.
     """
     return load(path, LoadOptions(limit=limit, block_tokens=block_tokens))
+
+
+def load_replayed(path: str | Path, recorded: Mapping[str, Any]) -> Trace:
+    """Load the trace of a run as the run did: with other options it has other sessions, turns and ids.
+
+    Args:
+        path: file or folder.
+        recorded: ``options`` of the run's header. Runs of earlier versions have no ``trace_options`` there.
+
+    Raises:
+        TraceError: as of `load`, or options that no loader has.
+    """
+    given = {"block_tokens": recorded.get("block_tokens"), **(recorded.get("trace_options") or {})}
+    try:
+        options = msgspec.convert(given, LoadOptions)
+    except msgspec.ValidationError as error:
+        raise TraceError(f"{path}: the run's options for its trace cannot be used ({error})") from None
+    return load(path, options)
 
 
 def _chain(requests: list[TraceRequest], options: LoadOptions, where: str, notes: list[str]) -> None:

@@ -6,7 +6,7 @@ Imports only msgspec, because the engine simulator imports these types.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -63,6 +63,8 @@ class Trace(msgspec.Struct, kw_only=True):
     """Of the file's bytes as stored (of all files in name order, for a folder)."""
     notes: list[str] = msgspec.field(default_factory=list)
     """Sentences on what the loader derived, repaired or dropped."""
+    read_with: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Options of the loader that are not its defaults: who reads the file again for a run needs the same."""
 
     def sessions(self) -> dict[str, list[TraceRequest]]:
         """Turns per session, sessions in order of first appearance."""

@@ -65,7 +65,9 @@ def run_streamed(
     options = setup.options()
     with read_apart(Path(setup.trace), setup.load_options(), setup.request_limit) as opened:
         turns = StreamedLoop(opened.requests, opened.sha256, options, look_ahead_s)
-        source = TraceSource(opened.name, opened.sha256, opened.block_tokens, opened.notes, opened.cut_session)
+        source = TraceSource(
+            opened.name, opened.sha256, opened.block_tokens, opened.notes, opened.read_with, opened.cut_session
+        )
         rules = (setup.routing(), setup.offload(), setup.admission_rule())
         run = OfflineRun(source, turns, None, options, *rules)
         ran = _write(run, output, rows, list(opened.notes))

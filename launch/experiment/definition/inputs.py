@@ -12,7 +12,7 @@ import msgspec
 from launch.experiment.definition.engines import check_engines
 from launch.experiment.definition.file import ExperimentError, LoadedExperiment
 from launch.experiment.definition.fleets import arm_fleets, fleet_source
-from launch.experiment.definition.sections import SimulatedBackend
+from launch.experiment.definition.sections import SimulatedBackend, TraceSettings
 from launch.fleet.file import FleetFile
 from replayer.replay.plan import OfferedLoad, PlanOptions, make_plan
 from replayer.traces.formats import bailian
@@ -91,6 +91,17 @@ def build_trace(experiment: LoadedExperiment) -> Trace:
         requests = [msgspec.structs.replace(one, output_length=min(one.output_length, limit)) for one in requests]
     trace = msgspec.structs.replace(trace, requests=requests)
     return trace if wanted.prompt_scale is None else shortened(trace, wanted.prompt_scale)
+
+
+def reading(wanted: TraceSettings) -> LoadOptions:
+    """Options with which every run reads `Inputs.trace_path`.
+
+    A trace that was made has seconds, and its arrivals are those that were accepted when it was made.
+    """
+    if wanted.as_stored:
+        return LoadOptions()
+    block_tokens = wanted.block_tokens if wanted.synth is None else wanted.synth.block_tokens
+    return LoadOptions(block_tokens=block_tokens, time_unit="s")
 
 
 def plan_options(experiment: LoadedExperiment) -> PlanOptions:

@@ -15,7 +15,7 @@ import msgspec
 
 from launch.arm import ArmError
 from launch.experiment.definition.file import ExperimentError, LoadedExperiment
-from launch.experiment.definition.inputs import Inputs
+from launch.experiment.definition.inputs import Inputs, reading
 from launch.experiment.definition.order import Slot, noise_seed
 from launch.experiment.definition.sections import LiveBackend
 from launch.experiment.records import state as states
@@ -41,7 +41,7 @@ from policies.registry import parameters
 from replayer.records.runs import RecordError, RequestRecord
 from replayer.replay.endpoint import EndpointError
 from replayer.report.page import BreakdownError
-from replayer.traces.loading import load_trace
+from replayer.traces.loading import load
 from replayer.traces.trace import Trace, TraceError
 
 _LEFT_BEHIND_S = 30.0
@@ -147,9 +147,7 @@ class Runner:
         with suppress(msgspec.MsgspecError):
             self._before = msgspec.json.decode(environment, type=Environment).software
         if self._live:
-            wanted = self._experiment.settings.trace
-            block_tokens = wanted.block_tokens if wanted.synth is None else wanted.synth.block_tokens
-            self._trace = load_trace(self._inputs.trace_path, block_tokens=block_tokens)
+            self._trace = load(self._inputs.trace_path, reading(self._experiment.settings.trace))
 
     async def _work(self, waiting: Iterator[RunState]) -> None:
         for run in waiting:

@@ -11,7 +11,7 @@ import msgspec
 from launch.arm import BREAKDOWN_FILE, RUN_FILE, ArmError
 from launch.engines.commands import ProcessSpec
 from launch.experiment.definition.file import LoadedExperiment
-from launch.experiment.definition.inputs import Inputs, module_hashes
+from launch.experiment.definition.inputs import Inputs, module_hashes, reading
 from launch.experiment.definition.order import Slot, noise_seed
 from launch.experiment.records.freshness import simulated_proof
 from launch.experiment.records.record import Callbacks, Measured
@@ -96,6 +96,7 @@ def simulator_command(experiment: LoadedExperiment, slot: Slot, trace: Path, run
         "request-limit": replay.request_limit,
         "idle-gap-cap-s": replay.idle_gap_cap_s,
         "max-inflight-sessions": replay.max_inflight_sessions,
+        **{name.replace("_", "-"): value for name, value in reading(settings.trace).given().items()},
     }
     flags = [part for name, value in options.items() if value is not None for part in (f"--{name}", str(value))]
     given = {"policy": arm.policy.params, "planner": arm.offload.params, "admission": arm.admission.params}

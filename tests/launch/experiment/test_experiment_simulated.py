@@ -31,6 +31,7 @@ from launch.run.processes import ManagedProcess
 from replayer.compare.comparison import KeptSettings, kept_settings
 from replayer.records.runs import read_run
 from replayer.report.cli import register
+from replayer.report.inputs import read_inputs
 from replayer.traces.formats.source import file_sha256
 from tests.launch.conftest import REPOSITORY, until
 
@@ -98,6 +99,23 @@ def test_the_whole_of_it(tmp_path: Path) -> None:
     again = CliRunner().invoke(comparing, ["compare", str(directory), "--json"])
     assert json.loads(again.output)[0]["effects"] == reported["effects"]
     _environment_was_noted(directory)
+
+
+def test_every_reader_of_a_made_trace_reads_it_as_it_was_made(tmp_path: Path) -> None:
+    """Blocks of a size that is not detected, and arrivals that only a given unit of time lets pass."""
+    synth = {"requests": 40, "seed": 3, "rate_per_s": 20_000.0, "length_scale": 0.1, "block_tokens": 48}
+    directory = tmp_path / "run"
+    config = written(tmp_path, trace={"synth": synth}, replay={})
+    ended = CliRunner().invoke(app, ["experiment", "run", str(config), "--output", str(directory)])
+    assert ended.exit_code == 0, ended.output
+    assert "slow against plain:" in ended.output
+    comparing = typer.Typer()
+    register(comparing)
+    again = CliRunner().invoke(comparing, ["compare", str(directory)])
+    assert again.exit_code == 0, again.output
+    trace = read_inputs([directory]).trace
+    assert trace is not None
+    assert trace.block_tokens == 48
 
 
 def _environment_was_noted(directory: Path) -> None:

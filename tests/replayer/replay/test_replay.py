@@ -258,6 +258,29 @@ async def test_resume_refuses_another_run_and_a_complete_one(stub: Stub, tmp_pat
         await replay_trace(trace, output, options(stub, seed=9), resume=True)
 
 
+@pytest.mark.parametrize(
+    ("changes", "read_with", "words"),
+    [
+        ({"prompt_mode": "chat"}, {}, "prompt_mode = 'tokens', now 'chat'"),
+        ({"token_high": 2000}, {}, "token_high"),
+        ({"max_inflight_sessions": 1}, {}, "max_inflight_sessions"),
+        ({"plan": PlanOptions(time_scale=1e6, idle_gap_cap_s=5.0)}, {}, "idle_gap_cap_s"),
+        ({}, {"sessions": "single"}, "trace_options"),
+    ],
+)
+async def test_resume_refuses_to_send_the_rest_otherwise(
+    stub: Stub, tmp_path: Path, changes: dict[str, object], read_with: dict[str, object], words: str
+) -> None:
+    output, trace = tmp_path / "run.jsonl", make_trace(1, 3)
+    await replay_trace(trace, output, options(stub))
+    lines = output.read_bytes().splitlines(keepends=True)
+    output.write_bytes(b"".join(lines[:-2]))
+    other = msgspec.structs.replace(trace, read_with=read_with)
+    with pytest.raises(RecordError, match=words):
+        await replay_trace(other, output, options(stub, **changes), resume=True)
+    assert_one_record_each(await replay_trace(trace, output, options(stub), resume=True), trace)
+
+
 async def test_settings_that_make_no_sense_are_refused(stub: Stub, tmp_path: Path) -> None:
     for changes, words in (
         ({"clock_scale": 0.0}, "--engine-speed"),
