@@ -100,6 +100,8 @@ def _write(
         None if rows is None else lambda row: rows.writelines((encode(row), b"\n")),
         lambda session_id: outcome.sessions.over(session_id, whole=session_id != cut),
     )
+    if cut is not None:  # a stream may end before its sessions are known to be over
+        outcome.sessions.over(cut, whole=False)
     outcome.sessions.all_over()
     output.write(encode_line(end))
     return Ran(outcome, instances, end, list(notes))

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from replayer.cli import register as register_replayer
 from replayer.records.runs import read_run
+from replayer.records.sessions import session_tally
 from replayer.report.page import read_breakdown, summarise_arm
 from replayer.traces.formats import bailian
 from replayer.traces.trace import TraceRequest
@@ -112,6 +113,18 @@ def test_options_reach_the_run(trace: Path, tmp_path: Path) -> None:
     assert (header.options["pool_tokens"], header.options["slowdown"]) == (90_000, 1.2)
     assert header.options["kv_capacity_tokens"] == 90_000 // 64 * 64
     assert len(records) == 40
+
+
+def test_a_session_that_the_limit_cut_is_not_completed_in_a_stream_either(trace: Path, tmp_path: Path) -> None:
+    printed = []
+    for name, options in (("whole", ()), ("streamed", ("--stream",))):
+        run = tmp_path / f"{name}.jsonl"
+        said = call("simulate", trace, "-o", run, "--request-limit", 40, *options)
+        figures = session_tally([read_run(run)]).figures()
+        assert figures.cut == 1
+        assert f" {figures.completed}/{figures.sessions} " in said
+        printed.append([line for line in said.splitlines() if line.startswith("│")])
+    assert printed[0] == printed[1]
 
 
 def test_a_stream_writes_the_same_records(trace: Path, tmp_path: Path) -> None:
