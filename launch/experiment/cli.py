@@ -201,10 +201,11 @@ def _run(experiment: LoadedExperiment, directory: Path, resume: bool, jobs: int)
     from launch.experiment.definition.file import ExperimentError
     from launch.experiment.definition.sections import LiveBackend
     from launch.experiment.records.state import locked, read_experiment
-    from launch.experiment.run.opening import open_experiment, reopen_experiment
+    from launch.experiment.run.opening import not_begun, open_experiment, reopen_experiment
 
     if jobs > 1 and isinstance(experiment.settings.backend, LiveBackend):
         raise ExperimentError("--jobs: live runs would disturb each other; leave it at 1")
+    resume = resume and not not_begun(directory)
     if resume:
         read_experiment(directory)  # raises where there is none, before anything is created there
     else:

@@ -15,7 +15,15 @@ from launch.experiment.definition.order import plan_runs
 from launch.experiment.definition.sections import SloSettings
 from launch.experiment.records import state as states
 from launch.experiment.records.environment import ENVIRONMENT_FILE, capture
-from launch.experiment.records.state import CONFIG_FILE, ExperimentState
+from launch.experiment.records.state import CONFIG_FILE, STATE_FILE, ExperimentState
+
+_BEGINNING = ".beginning"
+"""Marks a directory whose experiment has no state yet; whoever finds it knows that the files in it are of no use."""
+
+
+def not_begun(directory: Path) -> bool:
+    """True if the start of an experiment was cut, by a kill or a crash, before anything could be run."""
+    return (directory / _BEGINNING).exists() and not (directory / STATE_FILE).exists()
 
 
 def open_experiment(experiment: LoadedExperiment, directory: Path) -> tuple[ExperimentState, Inputs]:
@@ -24,22 +32,33 @@ def open_experiment(experiment: LoadedExperiment, directory: Path) -> tuple[Expe
     Raises:
         ExperimentError: the directory is in use or cannot be written, or an input is refused.
     """
+    if not_begun(directory):
+        _empty(directory)
     if directory.exists() and any(one.name != ".lock" for one in directory.iterdir()):
         raise ExperimentError(
             f"{directory}: is not empty; choose another --output, or --resume to continue the experiment in it"
         )
     try:
         return _begin(experiment, directory)
-    except OSError as error:
-        # Empty again: neither another start nor --resume would take the half of it.
-        for name in (TRACE_FILE, CONFIG_FILE, ENVIRONMENT_FILE):
-            with suppress(OSError):
-                (directory / name).unlink(missing_ok=True)
-        raise ExperimentError(f"{error.filename or directory}: {error.strerror}; nothing was run") from error
+    except BaseException as error:
+        # Neither another start nor --resume would take the half of it.
+        _empty(directory)
+        if isinstance(error, OSError):
+            raise ExperimentError(f"{error.filename or directory}: {error.strerror}; nothing was run") from error
+        raise
+
+
+def _empty(directory: Path) -> None:
+    """Remove what `_begin` writes; the marker last."""
+    made = (TRACE_FILE, CONFIG_FILE, ENVIRONMENT_FILE, STATE_FILE)
+    for path in [*(directory / name for name in made), *directory.glob(".*.json.*"), directory / _BEGINNING]:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def _begin(experiment: LoadedExperiment, directory: Path) -> tuple[ExperimentState, Inputs]:
     directory.mkdir(parents=True, exist_ok=True)
+    (directory / _BEGINNING).touch()
     settings = experiment.settings
     inputs = prepare(experiment, directory)
     (directory / CONFIG_FILE).write_text(experiment.text, encoding="utf-8")
@@ -65,6 +84,7 @@ def _begin(experiment: LoadedExperiment, directory: Path) -> tuple[ExperimentSta
         runs=states.planned(plan_runs(settings)),
     )
     states.write_experiment(directory, state)
+    (directory / _BEGINNING).unlink(missing_ok=True)
     return state, inputs
 
 

@@ -1,8 +1,11 @@
-"""An experiment whose directory has no room: one line, nothing half made, and a resumption that works."""
+"""An experiment whose directory has no room, or whose start is cut: nothing half made, and a resumption that works."""
 
 from __future__ import annotations
 
 import errno
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,10 @@ from typer.testing import CliRunner
 from launch.__main__ import app
 from launch.experiment.records import state as states
 from launch.experiment.records.state import read_experiment
+from launch.experiment.run import opening
+from launch.experiment.verify import verify
 from tests.full_disk import Disk
+from tests.launch.conftest import REPOSITORY
 from tests.launch.experiment.test_experiment_simulated import SMALL
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -44,6 +50,42 @@ def test_a_directory_without_room_can_be_used_once_it_has_some(
     named = directory / ("environment.json" if left == 0 else "experiment.json")
     assert ended.output == f"error: {named}: No space left on device; nothing was run\n"
     assert [path.name for path in directory.iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("resume", [(), ("--resume",)])
+def test_a_start_that_was_killed_is_made_again(tmp_path: Path, config: Path, resume: tuple[str, ...]) -> None:
+    """Half a trace, which no state names, is neither taken nor in the way."""
+    directory = tmp_path / "run"
+    command = ["experiment", "run", str(config), "--output", str(directory)]
+    killed = "import os, sys; from replayer.traces.formats import bailian; from launch.__main__ import app\n"
+    killed += "bailian.write = lambda path, requests: (path.write_text('{'), os.kill(os.getpid(), 9))\n"
+    ended = subprocess.run([sys.executable, "-c", killed + "app(sys.argv[1:])", *command], cwd=REPOSITORY, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert (directory / "trace.jsonl").read_text() == "{"
+    again = CliRunner().invoke(app, [*command, *resume])
+    assert again.exit_code == 0, again.output
+    assert verify(directory).sound
+    assert {path.name for path in directory.iterdir() if path.name.startswith(".")} == {".lock"}
+
+
+def test_an_interrupted_start_leaves_an_empty_directory(
+    tmp_path: Path, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(opening, "capture", interrupted)
+    command = ["experiment", "run", str(config), "--output", str(tmp_path / "run")]
+    assert CliRunner().invoke(app, command).exit_code == 130
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
+
+
+def test_a_trace_of_somebody_else_is_not_taken_for_one_of_a_killed_start(tmp_path: Path, config: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "trace.jsonl").write_text("mine")
+    ended = CliRunner().invoke(app, ["experiment", "run", str(config), "--output", str(tmp_path / "run")])
+    assert (ended.exit_code, "is not empty" in ended.output) == (2, True)
+    assert (tmp_path / "run" / "trace.jsonl").read_text() == "mine"
 
 
 @pytest.mark.fleet
