@@ -44,7 +44,7 @@ SameOption = Annotated[
 ]
 Baseline = Annotated[str, typer.Option(help="Arm that the others are compared with. Default: the first.")]
 Resamples = Annotated[int, typer.Option(min=1000, help="Bootstrap resamples of sessions.")]
-Seed = Annotated[int, typer.Option(help="Seed of the resamples.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of the resamples.")]
 SkipFirst = Annotated[
     float | None,
     typer.Option(

@@ -189,6 +189,12 @@ def test_a_run_file_that_has_changed_since_the_experiment_is_named(invoke: Invok
     assert "run 2: run.jsonl has changed since the experiment wrote it" in page.read_text()
 
 
+def test_a_negative_seed_is_refused(invoke: Invoke, store: Store) -> None:
+    refused = invoke(store(make_run("x")), store(make_run("y")), "--seed", "-1")
+    assert refused.exit_code == 2
+    assert "Invalid value for '--seed'" in refused.output
+
+
 def test_settings_that_no_comparison_has_are_refused(invoke: Invoke, experiment: MakeExperiment) -> None:
     result = invoke(experiment(config={"comparison": {"clock": "sun"}}))
     assert result.exit_code == 2
