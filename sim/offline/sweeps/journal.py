@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import msgspec
 
 from replayer.records.version import installed_version
 from replayer.traces.formats.source import file_sha256
-from sim.hardware import load_profile
+from sim.hardware import ProfileError, load_profile
 from sim.offline.options import SimulationError
 from sim.offline.setup import Setup
 
@@ -35,13 +36,13 @@ class SweepJournal:
     A point counts as done only with its run file, which is written before.
     """
 
-    def __init__(self, folder: Path, base: Setup, names: Sequence[str], *, resume: bool) -> None:
+    def __init__(self, folder: Path, base: Setup, setups: Mapping[str, Setup], *, resume: bool) -> None:
         """Begin in a new or empty folder, or with ``resume`` continue in one.
 
         Args:
             folder: of the sweep.
             base: settings of all its points.
-            names: of its points.
+            setups: of its points, by name.
             resume: continue the sweep that is there.
 
         Raises:
@@ -51,7 +52,7 @@ class SweepJournal:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._path = folder / JOURNAL
-        self._head = _Head(_digest(base, names))
+        self._head = _Head(_digest(base, setups))
         self.done: dict[str, dict[str, Any]] = {}
         """Figures of the points that are done, by name."""
         if any(folder.iterdir()):
@@ -88,17 +89,37 @@ class SweepJournal:
             raise SimulationError(f"{self._path}: not a journal of a sweep: {error}; remove the folder") from error
         if head != self._head:
             raise SimulationError(
-                f"{self._folder}: its sweep has other values, settings or another trace, profile or version; repeat "
-                "its command, or give another --output"
+                f"{self._folder}: its sweep has other values, settings or another trace, profile, version or code of "
+                "a MODULE:Class; repeat its command, or give another --output"
             )
         if cut:
             self._path.write_bytes(whole + b"\n")
         self.done = {each.name: each.figures for each in found if (self._folder / each.file).exists()}
 
 
-def _digest(base: Setup, names: Sequence[str]) -> str:
-    """Digest of what decides the points and their figures, except the code of a ``MODULE:Class``."""
+def _digest(base: Setup, setups: Mapping[str, Setup]) -> str:
+    """Digest of what decides the points and their figures; of a ``MODULE:Class``, without the modules it imports."""
     settings = {key: value for key, value in msgspec.to_builtins(base).items() if key != "trace"}
-    profile = load_profile(base.profile).model_dump(mode="json")
-    parts = (installed_version(), file_sha256(Path(base.trace)), profile, settings, names)
+    every = [base, *setups.values()]
+    profiles = {name: _profile(name) for name in sorted({setup.profile for setup in every})}
+    names = {name for setup in every for name in (setup.policy, setup.planner, setup.admission) if ":" in name}
+    code = {name: _code(name.partition(":")[0]) for name in sorted(names)}
+    parts = (installed_version(), file_sha256(Path(base.trace)), profiles, settings, list(setups), code)
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]
+
+
+def _profile(name: str) -> Any:
+    """Content of a profile; None for one that cannot be read, which the point's own error reports."""
+    try:
+        return load_profile(name).model_dump(mode="json")
+    except ProfileError:
+        return None
+
+
+def _code(module: str) -> str | None:
+    """SHA-256 of a module's file; None for one that is not found, which the point's own error reports."""
+    try:
+        spec = find_spec(module)
+    except (ImportError, ValueError):
+        return None
+    return file_sha256(Path(spec.origin)) if spec is not None and spec.has_location and spec.origin else None

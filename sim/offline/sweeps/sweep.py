@@ -230,7 +230,7 @@ def run_sweep(
         SimulationError: the folder is not empty, or with ``resume`` has a sweep of something else.
         OSError: it cannot be written.
     """
-    journal = SweepJournal(folder, base, [point.name for point in points], resume=resume)
+    journal = SweepJournal(folder, base, {point.name: point.setup for point in points}, resume=resume)
     results = {point.name: PointResult(journal.done[point.name]) for point in points if point.name in journal.done}
     for point, result in execute([point for point in points if point.name not in results]):
         if result.error is None:

@@ -18,6 +18,7 @@ from policies.routing.round_robin import RoundRobin
 from policies.types import NoCandidateError, Role
 from replayer.records.runs import read_run
 from replayer.traces.formats import bailian
+from sim.hardware import HARDWARE_FOLDER
 from sim.offline.options import SimulationError
 from sim.offline.setup import Setup, changed, parsed_params
 from sim.offline.sweeps.journal import JOURNAL
@@ -269,6 +270,29 @@ def test_another_sweep_is_not_continued(
     with pytest.raises(SimulationError, match="not a journal of a sweep"):
         run_sweep(points_of(base, ["seed=1,2"]), base, tmp_path / "out", in_processes(1), lambda *_: None, resume=True)
     assert before.keys() == files(tmp_path / "out").keys()
+
+
+@pytest.mark.parametrize("changed", ["swept_policy.py", "fast.yaml"])
+def test_points_of_other_code_or_another_profile_are_not_mixed(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str
+) -> None:
+    """A file that only a value of the sweep names decides the figures as those of the base do."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "swept_policy.py").write_text("from policies.routing.linear import Linear as Mine\n")
+    (tmp_path / "fast.yaml").write_bytes((HARDWARE_FOLDER / "h20.yaml").read_bytes())
+    base = Setup(trace=str(trace), instances=2)
+    points = points_of(base, ["policy=warm,swept_policy:Mine", f"profile={tmp_path / 'fast.yaml'}"])
+    with pytest.raises(KeyboardInterrupt):
+        run_sweep(points, base, tmp_path / "out", interrupted, lambda *_: None)
+    before = (tmp_path / changed).read_text()
+    text = before.replace(" as", "  as").replace("prefill_s: ", "prefill_s: 1")
+    assert text != before
+    (tmp_path / changed).write_text(text)
+    with pytest.raises(SimulationError, match="profile, version or code of a MODULE:Class"):
+        run_sweep(points, base, tmp_path / "out", in_processes(1), lambda *_: None, resume=True)
+    (tmp_path / changed).write_text(before)
+    run_sweep(points, base, tmp_path / "out", in_processes(1), lambda *_: None, resume=True)
+    assert len(files(tmp_path / "out")) == 3
 
 
 def test_a_process_that_dies_is_reported(trace: Path, tmp_path: Path) -> None:
