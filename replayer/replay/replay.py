@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import ssl
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
+from urllib.parse import quote
 
 import aiohttp
 import msgspec
@@ -28,6 +30,8 @@ from replayer.traces.numbers import is_positive
 from replayer.traces.trace import Trace
 from warmroute_tls import NO_FILES, TlsFiles, tls_context
 
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+"""Characters that no header may have: in session ids of a trace they are sent as in URLs."""
 KEEPALIVE_S = 3.0
 """Idle connections are closed before servers close them (uvicorn: 5 s): a request on a closed one would fail."""
 
@@ -157,7 +161,7 @@ class Replay:
         headers = {
             "content-type": "application/json",
             "x-request-id": step.request_id,
-            "x-session-id": step.request.session_id,
+            "x-session-id": _CONTROL.sub(lambda found: quote(found.group()), step.request.session_id),
         }
         if options.api_key:
             headers["authorization"] = f"Bearer {options.api_key}"

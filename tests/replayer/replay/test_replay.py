@@ -299,6 +299,22 @@ async def test_settings_that_make_no_sense_are_refused(stub: Stub, tmp_path: Pat
             await replay_trace(make_trace(), tmp_path / "run.jsonl", options(stub, **changes))
 
 
+async def test_session_ids_that_no_header_can_carry_end_no_replay(stub: Stub, tmp_path: Path) -> None:
+    names = ["a\nb", "tab\tand\rnul\0", "世界", "plain"]
+    requests = [
+        TraceRequest(chat_id=number, session_id=name, input_length=3, output_length=1)
+        for number, name in enumerate(names)
+    ]
+    trace = Trace(requests=requests, block_tokens=16, tail="floor", name="odd", sha256="ff")
+    run = await replay_trace(trace, tmp_path / "run.jsonl", options(stub))
+    assert_one_record_each(run, trace)
+    assert run.end is not None
+    assert run.end.ok == len(names)
+    assert sorted(record.session_id for record in run.records) == sorted(names)
+    assert len({call.session_id for call in stub.calls}) == len(names)
+    assert {"a%0Ab", "plain"} <= {call.session_id for call in stub.calls}
+
+
 async def test_an_output_length_of_zero_is_asked_for_as_one(stub: Stub, tmp_path: Path) -> None:
     request = TraceRequest(chat_id=0, session_id="a", input_length=3, output_length=0)
     trace = Trace(requests=[request], block_tokens=16, tail="floor", name="zero", sha256="ff")
