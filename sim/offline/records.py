@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from policies.registry import parameters
@@ -26,10 +27,10 @@ class TraceSource(NamedTuple):
     sha256: str
     block_tokens: int
     notes: list[str]
-    read_with: dict[str, Any]
-    """Options of the loader that are not its defaults."""
     cut_session: str | None = None
     """Session of which only the first turns fit the request limit."""
+    read_with: Mapping[str, Any] = {}
+    """Options of the loader that are not its defaults."""
 
 
 def header_of(
@@ -69,7 +70,7 @@ def header_of(
             "idle_gap_cap_s": scales.idle_gap_cap_s,
             "block_tokens": source.block_tokens,
             "trace_notes": source.notes,
-            **({"trace_options": source.read_with} if source.read_with else {}),
+            **({"trace_options": dict(source.read_with)} if source.read_with else {}),
             "policy": router.routing.policy.name,
             "policy_params": parameters(router.routing.policy),
             "planner": router.routing.planner.name,

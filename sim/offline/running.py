@@ -66,7 +66,7 @@ def run_streamed(
     with read_apart(Path(setup.trace), setup.load_options(), setup.request_limit) as opened:
         turns = StreamedLoop(opened.requests, opened.sha256, options, look_ahead_s)
         source = TraceSource(
-            opened.name, opened.sha256, opened.block_tokens, opened.notes, opened.read_with, opened.cut_session
+            opened.name, opened.sha256, opened.block_tokens, opened.notes, opened.cut_session, opened.read_with
         )
         rules = (setup.routing(), setup.offload(), setup.admission_rule())
         run = OfflineRun(source, turns, None, options, *rules)

@@ -120,7 +120,7 @@ class OfflineRun:
             plan = make_plan(trace, options.plan)
         turns = ClosedLoopSource(jittered(plan.sessions, options), options.max_inflight_sessions)
         source = TraceSource(
-            trace.name, trace.sha256, trace.block_tokens, trace.notes, trace.read_with, plan.cut_session
+            trace.name, trace.sha256, trace.block_tokens, trace.notes, plan.cut_session, trace.read_with
         )
         return cls(source, turns, plan, options, policy, planner, admission)
 
