@@ -33,7 +33,7 @@ def call(*arguments: object) -> str:
 
 
 def mooncake(path: Path, *, spacing: float = 4000.0) -> Path:
-    """Conversations whose turns continue each other, which `load` makes sessions of unless it is told not to."""
+    """Conversations whose turns continue each other, which `load` makes sessions of by default."""
     with path.open("w") as file:
         for index in range(60):
             talk, turn = index % 20, index // 20
