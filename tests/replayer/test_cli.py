@@ -131,8 +131,8 @@ async def test_a_replay_without_any_success_exits_1(stub: Stub, tmp_path: Path) 
 async def test_ctrl_c_closes_the_file_exits_130_and_resume_goes_on(stub: Stub, tmp_path: Path) -> None:
     trace, output = tmp_path / "t.jsonl", tmp_path / "run.jsonl"
     bailian.write(trace, make_trace(3, 2).requests)
-    arguments = (str(trace), "-o", str(output), "--endpoint", stub.url, "--arrival-speed", "1000000")
-    arguments += ("--max-inflight-sessions", "1")
+    arguments = [str(trace), "-o", str(output), "--endpoint", stub.url, "--arrival-speed", "1000000"]
+    arguments += ["--max-inflight-sessions", "1"]
     stub.hold_after = 3
     process = await command(*arguments)
     async with asyncio.timeout(ENDS_IN_S):

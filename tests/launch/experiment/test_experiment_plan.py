@@ -98,7 +98,7 @@ class TestAdmission:
 
 
 def test_the_order_of_waiting_prompts_reaches_the_simulator(tmp_path: Path) -> None:
-    def command(**backend: str) -> list[str]:
+    def command(**backend: str | int) -> list[str]:
         experiment = loaded(tmp_path, backend={**SIMULATED["backend"], **backend})
         return simulator_command(experiment, plan_runs(experiment.settings)[0], Path("t"), tmp_path)
 

@@ -78,14 +78,14 @@ def test_more_predicted_than_the_prompt_has_leaves_nothing_new() -> None:
 )
 def test_one_token_is_spoken_of_in_the_singular(count: int, generated: str) -> None:
     row = {"outcome": "ok", "prompt_tokens": count, "predicted_cached_tokens": count, "completion_tokens": count}
-    account = account_of(row, 1.0)
+    account = account_of(row, [1.0])
     assert part(account, "outcome").endswith(f" {generated} generated.")
     assert part(account, "class").endswith(f"The prompt has {generated.rpartition(' ')[0]}.")
     assert part(account, "cache").startswith(generated.replace("token", "cached token") + " predicted.")
     row |= {"class": "WARM", "instance": "e0"}
     of = generated.rpartition(" ")[0].replace("token", "prompt token")
     was = "was" if count == 1 else "were"
-    assert part(account_of(row, 1.0), "class").startswith(
+    assert part(account_of(row, [1.0]), "class").startswith(
         f"WARM: of {of}, {count:,} {was} predicted to be cached on e0"
     )
 

@@ -18,12 +18,12 @@ from policies.routing.round_robin import RoundRobin
 from policies.types import NoCandidateError, Role
 from replayer.records.runs import read_run
 from replayer.traces.formats import bailian
-from sim.hardware import HARDWARE_FOLDER
 from sim.offline.options import SimulationError
 from sim.offline.setup import Setup, changed, parsed_params
 from sim.offline.sweeps.journal import JOURNAL
 from sim.offline.sweeps.sweep import Point, PointResult, in_processes, on_ray, points_of, run_sweep, simulate_point
 from tests.sim.offline.offline_runs import agents
+from warmroute_yaml import HARDWARE_FOLDER
 
 ROOT = Path(__file__).parents[3]
 
