@@ -23,6 +23,7 @@ from replayer.traces.formats.checks import (
     UNITS_S,
     Rechainer,
     check_id_count,
+    check_span,
     check_unit,
     detect_blocks,
     detect_tail,
@@ -217,6 +218,7 @@ def _in_order(opened: _Opened, where: str, chainer: Chainer | None) -> Iterator[
                 "a stream must be in time order: load the file whole, or sort it"
             )
         last_s = request.timestamp_s
+        check_span(request, where)
         if chainer is not None:
             request.hash_ids = chainer.keys(request.hash_ids)
         yield request
@@ -249,6 +251,7 @@ def load(path: str | Path, options: LoadOptions | None = None) -> Trace:
     if opened.format is Format.AGENT_TEXT or first_s >= EPOCH_S:
         for request in requests:
             request.timestamp_s = round(request.timestamp_s - first_s, 6)
+    check_span(requests[-1], where)
     if opened.format is Format.BAILIAN:
         # Only now: above, the file's order would decide which parents are known.
         parents_first(requests)

@@ -20,6 +20,8 @@ MIN_FOLLOW_UPS = 20
 MIN_SHARING = 0.05
 CHAIN_BASE = 1 << 48
 """First new id for re-chained blocks."""
+MOST_S = 3.2e9
+"""A century: later requests are wrong, and a clock that reaches 1e16 s does not advance by seconds any more."""
 SLOTS_PER_ID = 16
 """Ids that are far apart, as in a trace made of copies, are kept in a dictionary: 100 bytes an id, a slot has 8."""
 
@@ -49,6 +51,15 @@ def check_unit(times_s: Sequence[float], unit: str, where: str) -> None:
         f"{where}: read as {unit}, the first {len(times_s)} requests arrive at {rate:.3g} per second, which is "
         f"implausible; {advice} (or use --time-unit {unit} to insist)"
     )
+
+
+def check_span(request: TraceRequest, where: str) -> None:
+    """Refuse a request that is due a century or more after the trace's start. Raises TraceError."""
+    if request.timestamp_s > MOST_S:
+        raise TraceError(
+            f"{where}: request {request.chat_id} is due {request.timestamp_s:.3g} s after the trace's start; correct "
+            "its timestamp, or give --time-unit"
+        )
 
 
 def detect_blocks(requests: Sequence[TraceRequest], where: str) -> tuple[int, TailRule]:

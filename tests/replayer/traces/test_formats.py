@@ -14,7 +14,7 @@ import pytest
 import zstandard
 
 from replayer.traces.formats import Format, bailian, detect_format
-from replayer.traces.loading import LoadOptions, iter_trace, load, load_trace
+from replayer.traces.loading import LoadOptions, iter_trace, load, load_trace, stream
 from replayer.traces.trace import TraceError
 
 Row = dict[str, Any]
@@ -129,6 +129,13 @@ def test_timestamps_that_fit_no_unit_are_to_be_corrected(tmp_path: Path) -> None
     path = write_lines(tmp_path / "t.jsonl", [row(i, timestamp=i * 1e30) for i in range(12)])
     with pytest.raises(TraceError, match=r"implausible; correct the timestamps \(or use --time-unit s to insist\)"):
         load_trace(path)
+
+
+@pytest.mark.parametrize("reading", [load_trace, lambda path: list(stream(path).requests)])
+def test_a_request_due_after_a_century_is_refused(tmp_path: Path, reading: Callable[[Path], object]) -> None:
+    path = write_lines(tmp_path / "t.jsonl", [row(0), row(1, timestamp=1e300)])
+    with pytest.raises(TraceError, match=r"request 1 is due 1e\+300 s after the trace's start; correct its timestamp"):
+        reading(path)
 
 
 @pytest.mark.parametrize(("length", "tail"), [(130, "ceil"), (200, "floor")])
