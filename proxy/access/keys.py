@@ -33,6 +33,8 @@ class Keys:
 
     def __init__(self, settings: KeySettings) -> None:
         self._quotas: dict[KeyName, Quota] = {}
+        self._removed: dict[KeyName, Quota] = {}
+        """Those of removed keys with requests in flight, which count again if the key returns."""
         self._take(settings.lists())
 
     def client(self, headers: dict[bytes, bytes]) -> KeyName | None:
@@ -107,12 +109,13 @@ class Keys:
         """Effective keys of both sides, those of the file among them."""
         self._client = tuple((KeyName(key.name), bytes.fromhex(key.sha256)) for key in lists.client)
         self._admin = tuple((KeyName(key.name), bytes.fromhex(key.sha256)) for key in lists.admin)
-        now_s, before = time.monotonic(), self._quotas
+        now_s, before = time.monotonic(), {**self._removed, **self._quotas}
         self._quotas = {}
         for key in lists.client:
             name = KeyName(key.name)
             quota = self._quotas[name] = before.get(name) or Quota(key, now_s)
             quota.apply(key, now_s)
+        self._removed = {name: quota for name, quota in before.items() if name not in self._quotas and quota.in_flight}
 
 
 def new_key() -> str:

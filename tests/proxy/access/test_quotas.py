@@ -129,6 +129,21 @@ def test_a_reload_keeps_the_use_of_a_key_and_applies_its_new_limits() -> None:
     assert keys.tenant("two") is None
 
 
+def test_requests_in_flight_of_a_removed_key_count_when_it_returns() -> None:
+    one, two = entry("one", KEY, max_concurrent=1), entry("two", OTHER)
+    keys = Keys(KeySettings.model_validate({"client": [one, two]}))
+    quota, now_s = keys.quota(KeyName("one")), time.monotonic()
+    quota.enter(now_s)
+    for _ in range(2):
+        reload(keys, KeySettings.model_validate({"client": [two]}))
+        assert KeyName("one") not in keys.quotas()
+    reload(keys, KeySettings.model_validate({"client": [one, two]}))
+    with pytest.raises(KeyLimitError, match="max_concurrent"):
+        keys.quota(KeyName("one")).enter(now_s)
+    quota.leave()
+    keys.quota(KeyName("one")).enter(now_s)
+
+
 @pytest.mark.parametrize(
     ("spent", "per_min", "left"),
     [(60, 100, 40.0), (60, 200, 140.0), (60, 80, 20.0), (60, 10, 0.0), (130, 200, 70.0), (130, 50, -30.0)],
