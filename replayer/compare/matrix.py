@@ -140,6 +140,8 @@ def _one(found: Comparison) -> str:
     counts = {verdict: sum(effect.verdict is verdict for effect in found.effects) for verdict in Verdict}
     judged = sum(counts.values()) - counts[Verdict.NOT_JUDGED]
     names = f"{found.candidate_label} against {found.baseline_label}:"
+    if not judged and found.pairing.keys and not found.pairing.both_ok:
+        return f"{names} not judged, no request succeeded in both."
     if not judged:
         return f"{names} not judged, too few requests or sessions."
     better, worse = counts[Verdict.BETTER], counts[Verdict.WORSE]

@@ -196,11 +196,14 @@ class Evaluator:
     def _ratio(self, metric: Metric, runs: Sequence[int], kept: BoolArray) -> Values:
         keep, note = kept, ""
         if metric.column == "apc":
-            keep = self._ok_in_all(runs, kept)
+            succeeded = keep = self._ok_in_all(runs, kept)
             for run in runs:
                 found = self._columns[run]
                 keep = keep & np.isfinite(found.cached_tokens) & np.isfinite(found.prompt_tokens)
-            note = "" if keep.any() else "an engine did not report cached tokens"
+            if not keep.any():
+                note = (
+                    "an engine did not report cached tokens" if succeeded.any() else "no request succeeded in every run"
+                )
         packed = np.packbits(keep).tobytes()
         shares = [self._share_of(run, metric.column, keep, packed) for run in runs]
         points, resampled = np.array([point for point, _ in shares]), np.array([drawn for _, drawn in shares])

@@ -171,6 +171,12 @@ def test_the_headline_groups_arms_by_outcome(comparisons: list[Comparison]) -> N
     assert "again against baseline: not distinguishable on any of" in headline([same])
 
 
+def test_an_arm_without_a_success_is_said_to_have_none() -> None:
+    none = compare(make_run("broken", fail_every=1), make_run("fine", noise_seed=2), resamples=1000)
+    assert headline([none]) == "fine against broken: not judged, no request succeeded in both."
+    assert {each.metric: each.note for each in none.effects}["APC"] == "no request succeeded in every run"
+
+
 def test_differences_outside_the_columns_are_named(comparisons: list[Comparison]) -> None:
     [first, *_] = matrix_of(comparisons).also
     assert first.startswith(f"{LONG[1]}, also: ")
