@@ -10,7 +10,7 @@ from sim.core.content import output_bytes, text_token_bytes
 from sim.server.answers import Answers
 from sim.server.driver import Delivery
 from sim.server.fields import GenerationFields
-from sim.server.parsing import ApiError, GenerationCall, call_of, decode_body, render_chat
+from sim.server.parsing import ApiError, GenerationCall, call_of, check_model, decode_body, render_chat
 from sim.server.settings import ServerSettings
 
 _BILLING = "x-anthropic-billing-header"
@@ -51,8 +51,7 @@ class MessagesApi:
 def count_tokens(body: bytes, settings: ServerSettings) -> bytes:
     """The answer to POST /v1/messages/count_tokens. Raises ApiError."""
     fields = decode_body(_decoder, body)
-    if fields.model is not None and fields.model != settings.model:
-        raise ApiError(404, f"The model `{fields.model}` does not exist.", "NotFoundError", "model")
+    check_model(fields.model, settings)
     count = len(_tokens(fields)) // 4
     return msgspec.json.encode({"input_tokens": count, "context_management": {"original_input_tokens": count}})
 

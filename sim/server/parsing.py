@@ -208,8 +208,8 @@ def _prompts(raw: bytes) -> list[bytes]:
 
 
 def check_model(model: str | None, settings: ServerSettings) -> None:
-    """Raise ApiError (404) for another model than the engine's."""
-    if model is not None and model != settings.model:
+    """Raise ApiError (404) for another model than the engine's. No model and an empty one are it, as in vLLM."""
+    if model and model != settings.model:
         raise ApiError(404, f"The model `{model}` does not exist.", "NotFoundError", "model")
 
 

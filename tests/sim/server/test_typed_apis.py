@@ -93,6 +93,7 @@ def test_counted_tokens_are_those_of_the_prompt() -> None:
     call, _ = begin(MessagesApi(), **{**body, "max_tokens": 5})
     counted = json.loads(count_tokens(json.dumps(body).encode(), SETTINGS))
     assert counted["input_tokens"] == call.request.prompt_tokens
+    assert json.loads(count_tokens(json.dumps({**body, "model": ""}).encode(), SETTINGS)) == counted
     with pytest.raises(ApiError, match="does not exist"):
         count_tokens(json.dumps({**body, "model": "other"}).encode(), SETTINGS)
 
