@@ -47,8 +47,9 @@ class StepPlan:
 class Scheduler:
     """The queues and the block pool. It plans steps and keeps every block's owner; it has no notion of time.
 
-    ``running`` is in order of admission. Only its last request may be partway through its prompt: a request that gets
-    less than it needs has used up the budget, and none is admitted behind it. The others are in ``decoders``.
+    ``running`` is in order of admission. Only its last request may be partway through its prompt, unless requests share
+    steps: one that gets less than it needs has used up the budget, and none is admitted behind it. The others are in
+    ``decoders``.
     """
 
     def __init__(
