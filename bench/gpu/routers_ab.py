@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -26,7 +27,7 @@ import typer
 import uvloop
 import yaml
 
-from bench.routers.arms import chosen_arms
+from bench.routers.arms import RouterArm, chosen_arms
 from bench.routers.engines import EngineSetError
 from bench.routers.launches import PeerEnvironment, RouterLaunchError, check_arm
 from bench.routers.measure import RoutersSetup
@@ -62,7 +63,16 @@ def run(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the records.")],
     arm: Annotated[
         list[str] | None,
-        typer.Option(help="[PRODUCT:]POLICY[,KEY=VALUE...]. Repeatable. Default: the core of the comparison."),
+        typer.Option(
+            help="[PRODUCT:]POLICY[,KEY=VALUE...][@ENGINES]. Repeatable. Default: the core of the comparison."
+        ),
+    ] = None,
+    engines: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME=FILE: settings of a proxy in front of as many other engines, for arms that end in @NAME. "
+            "Engines without requests take no time of a GPU that they share. Repeatable."
+        ),
     ] = None,
     load: Annotated[
         list[float] | None, typer.Option(help="Sessions arrive this many times faster. Repeatable. Default: 1.")
@@ -105,9 +115,11 @@ def run(
     try:
         arms = chosen_arms(arm or [], prompt_mode.value)
         whole = load_trace(trace)
+        base = _settings(config)
         setup = RoutersSetup(
             trace=whole if length_scale == 1.0 else shortened(whole, length_scale),
-            base=_settings(config),
+            base=base,
+            others=_others(engines or [], base, arms),
             conditions=RoutersConditions(
                 trace_sha256=whole.sha256,
                 prompt_mode=prompt_mode.value,
@@ -119,7 +131,7 @@ def run(
                 token_low=low if token_low is None else token_low,
                 token_high=high if token_high is None else token_high,
                 engine_speed=engine_speed,
-                engines=len(_settings(config)["instances"]),
+                engines=len(base["instances"]),
             ),
             peers=PeerEnvironment(peer_python or sys.executable, peer_path),
             timeout_s=timeout_s,
@@ -128,7 +140,7 @@ def run(
             output=output,
         )
         for each in arms:
-            check_arm(each, setup.base)
+            check_arm(each, setup.on(each.engines).base)
         loads = load or [1.0]
         runs = list(order_of(arms, loads, range(first_repeat, first_repeat + repeats), prompt_mode.value))
         records = kept(setup)
@@ -179,6 +191,27 @@ def _settings(config: Path) -> dict[str, Any]:
         raise ValueError(f"{config}: no instances; give the settings of a proxy in front of the engines")
     instances = [{"url": each} if isinstance(each, str) else each for each in settings["instances"]]
     return {**settings, "instances": instances}
+
+
+def _others(texts: Sequence[str], base: dict[str, Any], arms: Sequence[RouterArm]) -> dict[str, dict[str, Any]]:
+    """Settings of every other set of engines by its name.
+
+    Raises:
+        ValueError: one is not NAME=FILE, named twice, of another size, or the one of an arm is missing.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for text in texts:
+        name, _, path = text.partition("=")
+        if not name or not path or name in found:
+            raise ValueError(f"--engines {text}: give NAME=FILE, each name once")
+        found[name] = _settings(Path(path))
+        count, others = len(base["instances"]), len(found[name]["instances"])
+        if others != count:
+            raise ValueError(f"--engines {text}: {others} instances, but {count} in --config: arms need as many")
+    for arm in arms:
+        if arm.engines and arm.engines not in found:
+            raise ValueError(f"arm {arm.label}: give its engines with --engines {arm.engines}=FILE")
+    return found
 
 
 def _stop(error: object) -> NoReturn:

@@ -65,7 +65,7 @@ for ((i = 0; i < count; i++)); do
       --scheduling-policy "$scheduling" --long-prefill-token-threshold "$threshold" --max-model-len "$longest" --max-num-seqs 32 --bootstrap-port $((first + 1200 + i)) --engine-speed "${ENGINE_SPEED:-1}" \
       --profile "${PROFILE:-h20}" --kv-events-port $((first + 1000 + i)) --kv-events-replay-port $((first + 1100 + i)) > "$output/engine-$i.log" 2>&1 < /dev/null &
   else
-    CUDA_VISIBLE_DEVICES=$((i / per_gpu)) MASTER_PORT=$((29500 + i)) VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 \
+    CUDA_VISIBLE_DEVICES=$((i / per_gpu)) MASTER_PORT=$((first + 1300 + i)) VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 \
       setsid "$python" -m vllm.entrypoints.openai.api_server --model "$model" --served-model-name q \
       --host 127.0.0.1 --port $((first + i)) --load-format "${LOAD_FORMAT:-auto}" --generation-config vllm \
       --attention-backend FLASH_ATTN -cc '{"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY"}' --max-num-seqs 32 \

@@ -34,17 +34,22 @@ POLICIES_OF_PEERS = {
 
 
 class RouterArm(msgspec.Struct, frozen=True):
-    """A router with a policy: ``[PRODUCT:]POLICY[,KEY=VALUE...]``, the product warmroute unless named."""
+    """A router with a policy: ``[PRODUCT:]POLICY[,KEY=VALUE...][@ENGINES]``, the product warmroute unless named."""
 
     product: RouterProduct
     policy: str
     options: tuple[str, ...] = ()
     """``KEY=VALUE``: parameters of warmroute's policy, or command-line options of a peer without their dashes."""
+    engines: str = ""
+    """Name of the set of engines that it runs on; empty: those of all arms that name none."""
 
     @classmethod
     def parse(cls, text: str) -> RouterArm:
         """Read an arm. Raises ValueError: unknown product, unknown policy of a peer, an option without value."""
-        head, *options = text.split(",")
+        router, at, engines = text.partition("@")
+        if at and not engines:
+            raise ValueError(f"arm {text}: no name of engines after the @")
+        head, *options = router.split(",")
         product, separator, policy = head.rpartition(":")
         try:
             chosen = RouterProduct(product) if separator else RouterProduct.WARMROUTE
@@ -55,13 +60,13 @@ class RouterArm(msgspec.Struct, frozen=True):
             raise ValueError(f"arm {text}: {chosen} has no policy {policy} here; known: {', '.join(known)}")
         if wrong := [each for each in options if not all(each.partition("="))]:
             raise ValueError(f"arm {text}: {wrong[0]} is not KEY=VALUE")
-        return cls(chosen, policy, tuple(options))
+        return cls(chosen, policy, tuple(options), engines)
 
     @property
     def label(self) -> str:
         """The arm as it was given."""
         product = "" if self.product is RouterProduct.WARMROUTE else f"{self.product}:"
-        return ",".join([product + self.policy, *self.options])
+        return ",".join([product + self.policy, *self.options]) + (f"@{self.engines}" if self.engines else "")
 
     @property
     def slug(self) -> str:

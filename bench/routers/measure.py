@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
@@ -39,6 +40,8 @@ class RoutersSetup(NamedTuple):
     trace: Trace
     base: dict[str, Any]
     """Settings of a warmroute proxy, with the engines as ``instances``."""
+    others: Mapping[str, dict[str, Any]]
+    """Name of a further set of engines -> settings of a proxy in front of it."""
     conditions: RoutersConditions
     peers: PeerEnvironment
     timeout_s: float
@@ -57,6 +60,10 @@ class RoutersSetup(NamedTuple):
     def hands_over(self) -> bool:
         """True if engines can give their KV to others."""
         return any(each.get("role", "none") != "none" for each in self.base["instances"])
+
+    def on(self, name: str) -> RoutersSetup:
+        """The same with the named set of engines; an empty name: with its own."""
+        return self._replace(base=self.others[name]) if name else self
 
     def plan_options(self, load: float) -> PlanOptions:
         """Times and limits of the plan at a load."""
@@ -167,7 +174,7 @@ async def _measured(run: RoutersRun, setup: RoutersSetup, served: ServedModel, f
         repeat=run.repeat,
         load=run.load,
         conditions=setup.conditions,
-        router=launch.note,
+        router=f"{launch.note}, on the engines {run.arm.engines}" if run.arm.engines else launch.note,
         command=launch.command,
         hardware=setup.hardware,
         engine_versions=served.versions,

@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 
-from bench.routers.engines import EngineSetError
+from bench.routers.engines import EngineSetError, ServedModel
 from bench.routers.launches import RouterLaunchError
 from bench.routers.measure import BudgetSpentError, RoutersSetup, measured, preflight
 from bench.routers.plan import RoutersRun, estimates_of
@@ -61,10 +61,14 @@ async def _run_all(
     began_s = time.monotonic()
     records = kept(setup)
     spans_s = spans(setup, sorted({run.load for run in runs}))
-    served, prompts = await preflight(setup)
-    report(f"{len(setup.engines)} engines serve {served.name}; {prompts}")
-    if any(run.arm.policy == "joint" for run in runs) and not setup.hands_over:
-        report("note: no instance in --config has a role: joint cannot hand over, and decides as warm does")
+    served: dict[str, ServedModel] = {}
+    for name in dict.fromkeys(run.arm.engines for run in runs):
+        chosen = setup.on(name)
+        served[name], prompts = await preflight(chosen)
+        shown = f"{name}: " if name else ""
+        report(f"{shown}{len(chosen.engines)} engines serve {served[name].name}; {prompts}")
+        if any(run.arm.policy == "joint" for run in runs if run.arm.engines == name) and not chosen.hands_over:
+            report(f"note: {shown}no instance has a role: joint cannot hand over, and decides as warm does")
     missing: list[str] = []
     for run in runs:
         if run.name in records:
@@ -76,7 +80,10 @@ async def _run_all(
             missing.append(run.name)
             continue
         try:
-            record = await measured(run, setup, served, None if left_s is None else left_s - _END_S)
+            engines = run.arm.engines
+            record = await measured(
+                run, setup.on(engines), served[engines], None if left_s is None else left_s - _END_S
+            )
         except (EngineSetError, RouterLaunchError, BudgetSpentError) as error:
             report(f"error: {run.name}: {error}")
             missing.append(run.name)

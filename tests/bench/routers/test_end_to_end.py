@@ -108,6 +108,35 @@ def test_a_comparison_runs_continues_and_prints_its_table(config: Path, tmp_path
     assert "| `round_robin` | 1 | 12/12 |" in table.output
 
 
+def test_an_arm_runs_on_the_engines_it_names(config: Path, tmp_path: Path) -> None:
+    files = []
+    for name, instance in zip("ab", yaml.safe_load(config.read_text())["instances"], strict=True):
+        files.append(tmp_path / f"{name}.yaml")
+        files[-1].write_text(yaml.safe_dump({"instances": [instance], "grace_s": 1.0}))
+    output = tmp_path / "out"
+    command = ["run", trace(tmp_path / "t.jsonl"), "--config", files[0], "-o", output, "--engine-speed", "50"]
+    command += ["--arm", "round_robin", "--arm", "round_robin@b", "--repeats", "1"]
+
+    nowhere = invoke(*command)
+    assert nowhere.exit_code == 2
+    assert "--engines b=FILE" in nowhere.output
+    uneven = invoke(*command, "--engines", f"b={config}")
+    assert uneven.exit_code == 2
+    assert "2 instances, but 1 in --config" in uneven.output
+
+    done = invoke(*command, "--engines", f"b={files[1]}")
+    assert done.exit_code == 0, done.output
+    records = read_records(output)
+    assert set(records) == {"tokens-x1-round_robin-r0", "tokens-x1-round_robin-b-r0"}
+    urls = [yaml.safe_load(path.read_text())["instances"][0]["url"] for path in files]
+    for record, url in zip((records[name] for name in sorted(records, key=len)), urls, strict=True):
+        assert [proof.engine for proof in record.proofs] == [url]
+        assert totals_of(record.counters).prompt == 4 * 640 * (1 + 2 + 3)
+    table = invoke("table", output, "--base", "round_robin")
+    assert "`round_robin@b`: " in table.output
+    assert ", on the engines b." in table.output
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

@@ -29,9 +29,21 @@ def test_an_arm_is_a_product_a_policy_and_options() -> None:
     assert peer.slug == "vllm-cache_aware-balance-abs-threshold-8"
 
 
+def test_an_arm_may_name_its_engines() -> None:
+    arm = RouterArm.parse("warm,slowdown=0@bounded")
+    assert arm == RouterArm(RouterProduct.WARMROUTE, "warm", ("slowdown=0",), "bounded")
+    assert arm.label == "warm,slowdown=0@bounded"
+    assert arm.slug == "warm-slowdown-0-bounded"
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [("nginx:x", "no router nginx"), ("vllm:warm", "has no policy warm"), ("warm,queue_crowd", "not KEY=VALUE")],
+    [
+        ("warm@", "no name of engines"),
+        ("nginx:x", "no router nginx"),
+        ("vllm:warm", "has no policy warm"),
+        ("warm,queue_crowd", "not KEY=VALUE"),
+    ],
 )
 def test_a_wrong_arm_is_refused_with_its_reason(text: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
