@@ -66,7 +66,12 @@ class RouterArm(msgspec.Struct, frozen=True):
     def label(self) -> str:
         """The arm as it was given."""
         product = "" if self.product is RouterProduct.WARMROUTE else f"{self.product}:"
-        return ",".join([product + self.policy, *self.options]) + (f"@{self.engines}" if self.engines else "")
+        return product + self.settings + (f"@{self.engines}" if self.engines else "")
+
+    @property
+    def settings(self) -> str:
+        """Policy and options as they were given."""
+        return ",".join([self.policy, *self.options])
 
     @property
     def slug(self) -> str:

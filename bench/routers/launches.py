@@ -142,7 +142,7 @@ def _warmroute(arm: RouterArm, base: Mapping[str, Any], folder: Path) -> RouterL
         environment=dict(os.environ),
         url=url,
         ready_path="/ready",
-        note=f"warmroute {installed_version() or 'of a source tree'}, policy {arm.label}",
+        note=f"warmroute {installed_version() or 'of a source tree'}, policy {arm.settings}",
         metrics_url=f"{url}/metrics",
         events_path="/instances",
         evidence=("warmroute_offloads_total", "warmroute_prefill_specialists", "warmroute_recomputation"),

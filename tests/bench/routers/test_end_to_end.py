@@ -134,7 +134,7 @@ def test_an_arm_runs_on_the_engines_it_names(config: Path, tmp_path: Path) -> No
         assert totals_of(record.counters).prompt == 4 * 640 * (1 + 2 + 3)
     table = invoke("table", output, "--base", "round_robin")
     assert "`round_robin@b`: " in table.output
-    assert ", on the engines b." in table.output
+    assert "policy round_robin, on the engines b." in table.output
 
 
 @pytest.mark.parametrize(
