@@ -51,7 +51,8 @@ def run(
         bool,
         typer.Option(
             "--resume",
-            help="Continue the experiment in --output (default: the newest runs/NAME-*); finished runs are kept.",
+            help="Continue the experiment in --output (default: the newest runs/NAME-*); runs with "
+            "intact records are kept.",
         ),
     ] = False,
     settings: Overrides = None,
@@ -224,7 +225,7 @@ def _measure(experiment: LoadedExperiment, directory: Path, state: ExperimentSta
     from launch.experiment.comparison import write_comparison
     from launch.experiment.console import ConsoleObserver
     from launch.experiment.definition.file import ExperimentError
-    from launch.experiment.records.state import DONE
+    from launch.experiment.records.state import CUT_FOLDER, DAMAGED, DONE
     from launch.experiment.run.runner import Runner
     from launch.run.signals import run_until_signal
     from replayer.compare.tables import print_verdict
@@ -234,6 +235,15 @@ def _measure(experiment: LoadedExperiment, directory: Path, state: ExperimentSta
     console.print(
         f"{len(state.left)} of {len(state.runs)} runs to make; records in {directory}", markup=False, soft_wrap=True
     )
+
+    for run in state.left:
+        if run.state == DAMAGED:
+            console.print(
+                f"warning: {run.name} is made again, its records move to {CUT_FOLDER}/: {'; '.join(run.reasons)}",
+                style="yellow",
+                markup=False,
+                soft_wrap=True,
+            )
 
     async def work() -> int:
         with ConsoleObserver(console) as observer:

@@ -18,7 +18,14 @@ from launch.experiment.records.state import DONE, ExperimentState, RunState
 from replayer.records.counted import counted
 from replayer.records.runs import RequestRecord
 
-_COLOURS = {"done": "green", "refused": "red", "failed": "red", "interrupted": "yellow", "running": "cyan"}
+_COLOURS = {
+    "done": "green",
+    "refused": "red",
+    "failed": "red",
+    "damaged": "red",
+    "interrupted": "yellow",
+    "running": "cyan",
+}
 
 
 class ConsoleObserver:

@@ -13,14 +13,13 @@ from launch.experiment.definition.order import Slot, noise_seed, plan_runs
 from launch.experiment.records import state as states
 from launch.experiment.records.environment import ENVIRONMENT_FILE
 from launch.experiment.records.freshness import Known, SimulatedProof, read_proof
+from launch.experiment.records.intact import damage
 from launch.experiment.records.record import ARM_FILE, ArmRecord
 from launch.experiment.records.state import CONFIG_FILE, ExperimentState, RunState
-from launch.freshness.proof import CLOCK_TOLERANCE_S, FRESH_FILE, FreshProof
+from launch.freshness.proof import CLOCK_TOLERANCE_S, FreshProof
 from replayer.records.counted import counted
 from replayer.records.runs import RecordError, Run, read_run
 from replayer.traces.formats.source import file_sha256
-
-_NEEDED = (RUN_FILE, FRESH_FILE, ARM_FILE)
 
 
 class Findings(msgspec.Struct, kw_only=True):
@@ -110,15 +109,8 @@ def _settings(state: ExperimentState, found: Findings) -> ExperimentSettings | N
 def _check_run(
     folder: Path, run: RunState, state: ExperimentState, settings: ExperimentSettings | None, found: Findings
 ) -> None:
-    missing = [name for name in _NEEDED if name not in run.files]
-    found.problems += [f"{run.name}: {name} was never recorded" for name in missing]
-    for name, noted in run.files.items():
-        if not (folder / name).is_file():
-            found.problems.append(f"{run.name}: {name} is missing")
-            continue
-        found.files += 1
-        if states.mark(folder / name) != noted:
-            found.problems.append(f"{run.name}: {name} has changed since it was written (SHA-256)")
+    found.problems += [f"{run.name}: {message}" for message in damage(folder, run)]
+    found.files += sum(1 for name in run.files if (folder / name).is_file())
     try:
         measured = read_run(folder / RUN_FILE)
     except (RecordError, OSError) as error:

@@ -24,13 +24,14 @@ CUT_FOLDER = "cut"
 SCHEMA = 1
 _LOCK_FILE = ".lock"
 
-PENDING, RUNNING, DONE, REFUSED, FAILED, INTERRUPTED, STOPPED = (
+PENDING, RUNNING, DONE, REFUSED, FAILED, INTERRUPTED, DAMAGED, STOPPED = (
     "pending",
     "running",
     "done",
     "refused",
     "failed",
     "interrupted",
+    "damaged",
     "stopped",
 )
 
@@ -51,7 +52,8 @@ class RunState(msgspec.Struct, kw_only=True):
     order: int
     path: str
     state: str = PENDING
-    """pending, running, done, refused (engines not fresh), failed, interrupted. Only "done" is a measurement."""
+    """pending, running, done, refused (engines not fresh), failed, interrupted, damaged (files of a
+    finished run are lost or changed). Only "done" is a measurement."""
     reasons: list[str] = []
     """Reasons why it is not done."""
     warnings: list[str] = []

@@ -15,6 +15,7 @@ from launch.experiment.definition.order import plan_runs
 from launch.experiment.definition.sections import SloSettings
 from launch.experiment.records import state as states
 from launch.experiment.records.environment import ENVIRONMENT_FILE, capture
+from launch.experiment.records.intact import damage
 from launch.experiment.records.state import CONFIG_FILE, STATE_FILE, ExperimentState
 
 _BEGINNING = ".beginning"
@@ -89,10 +90,10 @@ def _begin(experiment: LoadedExperiment, directory: Path) -> tuple[ExperimentSta
 
 
 def reopen_experiment(experiment: LoadedExperiment, directory: Path) -> tuple[ExperimentState, Inputs]:
-    """Resume an experiment; runs in progress when it ended count as interrupted.
+    """Resume an experiment; runs in progress when it ended count as interrupted, those with lost files as damaged.
 
     Raises:
-        ExperimentError: there is none, or its settings or inputs have changed since.
+        ExperimentError: there is none, its settings or inputs have changed since, or records cannot be read.
     """
     state = states.read_experiment(directory)
     changes = states.config_changes(_as_accepted_now(state.config), experiment.config)
@@ -110,7 +111,19 @@ def reopen_experiment(experiment: LoadedExperiment, directory: Path) -> tuple[Ex
         if run.state == states.RUNNING:
             run.state = states.INTERRUPTED
             run.reasons = ["the runner was killed"]
+        elif run.state == states.DONE:
+            _check_records(directory, run)
     return state, inputs
+
+
+def _check_records(directory: Path, run: states.RunState) -> None:
+    """Take a finished run out of the results if its files are not those it left."""
+    try:
+        found = damage(directory / run.path, run)
+    except OSError as error:
+        raise ExperimentError(f"{error.filename or directory / run.path}: cannot be read ({error.strerror})") from error
+    if found:
+        run.state, run.reasons = states.DAMAGED, found
 
 
 def _as_accepted_now(config: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,49 @@
+"""Resuming simulated experiments: runs whose records are damaged, and classes of a user's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import Result
+from typer.testing import CliRunner
+
+from launch.__main__ import app
+from launch.experiment.records.state import read_experiment
+from launch.experiment.verify import verify
+from tests.launch.experiment.test_experiment_simulated import SMALL
+
+TINY: dict[str, Any] = {**SMALL, "trace": {"synth": {"requests": 10, "seed": 3, "length_scale": 0.1}}}
+
+
+def run(tmp_path: Path, *options: str, **values: Any) -> Result:
+    config = tmp_path / "tiny.yaml"
+    config.write_text(yaml.safe_dump({**TINY, "name": "tiny", **values}, sort_keys=False))
+    return CliRunner().invoke(app, ["experiment", "run", str(config), "-o", str(tmp_path / "run"), *options])
+
+
+@pytest.mark.usefixtures("leaves_nothing")
+def test_runs_with_damaged_records_are_made_again(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    assert run(tmp_path).exit_code == 0
+    changed, lost, *intact = (directory / each.path for each in read_experiment(directory).runs)
+    text = (changed / "run.jsonl").read_bytes()
+    (changed / "run.jsonl").write_bytes(text[: len(text) // 2])
+    (lost / "fresh.json").unlink()
+    before = {path: path.read_bytes() for folder in intact for path in folder.iterdir()}
+    assert not verify(directory).sound
+
+    resumed = run(tmp_path, "--resume")
+
+    assert resumed.exit_code == 0, resumed.output
+    assert "2 of 4 runs to make" in resumed.output
+    first, second = read_experiment(directory).runs[:2]
+    assert f"{first.name} is made again, its records move to cut/: run.jsonl has changed" in resumed.output
+    assert f"{second.name} is made again, its records move to cut/: fresh.json is missing" in resumed.output
+    assert verify(directory).problems == []
+    assert {path: path.read_bytes() for path in before} == before
+    kept = directory / "cut" / first.arm / f"{first.repeat}-1"
+    assert (kept / "run.jsonl").read_bytes() == text[: len(text) // 2]
+    assert (kept / "arm.json").exists()
