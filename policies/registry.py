@@ -81,6 +81,11 @@ _ACCEPTED: Mapping[str, tuple[str, tuple[type, ...]]] = MappingProxyType(
         "str": ("a string", (str,)),
     }
 )
+_WHERE = (
+    "it is looked for in the folder that the command runs in and on PYTHONPATH: run the command in the folder that has "
+    "{0}.py or {0}/, or add that folder to PYTHONPATH"
+)
+"""Remedy for a module of ``MODULE:Class`` that is not found."""
 
 
 class UnknownPolicyError(ValueError):
@@ -249,7 +254,11 @@ def _load(point: EntryPoint, kind: str) -> object:
     try:
         return point.load()
     except Exception as error:
-        owner = "" if point.name == point.value else f" of {_distribution(point)} ({point.value})"
+        given = point.name == point.value
+        owner = "" if given else f" of {_distribution(point)} ({point.value})"
+        remedy = ""
+        if given and isinstance(error, ModuleNotFoundError) and f"{point.module}.".startswith(f"{error.name}."):
+            remedy = f"; {_WHERE.format(error.name)}"
         raise PolicyLoadError(
-            f"{kind} {point.name!r}{owner} cannot be loaded: {type(error).__name__}: {error}"
+            f"{kind} {point.name!r}{owner} cannot be loaded: {type(error).__name__}: {error}{remedy}"
         ) from error

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from launch.__main__ import app
 from launch.experiment.records.state import read_experiment
 from launch.experiment.verify import verify
+from tests.launch.conftest import REPOSITORY
 from tests.launch.experiment.test_experiment_simulated import SMALL
 
 TINY: dict[str, Any] = {**SMALL, "trace": {"synth": {"requests": 10, "seed": 3, "length_scale": 0.1}}}
@@ -47,3 +50,52 @@ def test_runs_with_damaged_records_are_made_again(tmp_path: Path) -> None:
     kept = directory / "cut" / first.arm / f"{first.repeat}-1"
     assert (kept / "run.jsonl").read_bytes() == text[: len(text) // 2]
     assert (kept / "arm.json").exists()
+
+
+OWN = """
+from dataclasses import dataclass
+
+from policies.routing.warm import Warm
+
+
+@dataclass(frozen=True)
+class Own(Warm):
+    eager: bool = False
+"""
+ARMS = {"arms": {"base": {"policy": "warm"}, "own": {"policy": "own_resumed:Own"}}, "repeats": 1}
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A module in the folder that commands are run in; it is not imported yet."""
+    (folder := tmp_path / "here").mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    path = folder / "own_resumed.py"
+    path.write_text(OWN)
+    yield path
+    forget()
+
+
+def forget() -> None:
+    """Make the next import read the module again."""
+    for name in [name for name in sys.modules if name.startswith("own_resumed")]:
+        del sys.modules[name]
+    importlib.invalidate_caches()
+
+
+@pytest.mark.usefixtures("leaves_nothing", "own")
+def test_a_class_that_is_not_found_from_another_folder_is_reported_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = [*sys.path]
+    assert run(tmp_path, **ARMS).exit_code == 0
+    forget()
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(elsewhere)
+    monkeypatch.setattr(sys, "path", path)
+    resumed = run(tmp_path, "--resume", **ARMS)
+    assert resumed.exit_code == 2
+    assert "run the command in the folder that has own_resumed.py or own_resumed/" in " ".join(resumed.output.split())
+    assert "add that folder to PYTHONPATH" in " ".join(resumed.output.split())
