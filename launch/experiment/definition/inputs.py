@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from launch.experiment.definition.file import ExperimentError, LoadedExperiment
 from launch.experiment.definition.fleets import arm_fleets, fleet_source
 from launch.experiment.definition.sections import SimulatedBackend, TraceSettings
 from launch.fleet.file import FleetFile
+from replayer.records.own_code import own_code
 from replayer.replay.plan import OfferedLoad, PlanOptions, make_plan
 from replayer.traces.formats import bailian
 from replayer.traces.formats.source import file_sha256
@@ -26,6 +26,7 @@ from warmroute_yaml import hardware_file, hardware_names
 TRACE_FILE = "trace.jsonl"
 _PROJECT = Path(__file__).resolve().parents[3]
 _PROBE_REQUESTS = 256
+_MODULE = "module "
 
 
 @dataclass(frozen=True)
@@ -166,14 +167,19 @@ def fleet_sha256(fleet: FleetFile) -> str:
 
 
 def module_hashes(experiment: LoadedExperiment) -> dict[str, str]:
-    """SHA-256 of the files of all modules that arms name as MODULE:Class, as they are now, by ``module NAME``."""
+    """SHA-256 of the files of all classes that arms name as MODULE:Class, as they are now, by ``module NAME``."""
     names = [part.name for arm in experiment.settings.arms.values() for part in arm.parts.values()]
-    found = {}
+    files: dict[str, Path] = {}
     for name in sorted({name.partition(":")[0] for name in names if ":" in name}):
-        file = getattr(sys.modules.get(name), "__file__", None)  # imported when the settings were checked
-        if file is not None:
-            found[f"module {name}"] = file_sha256(Path(file))
-    return found
+        files |= own_code(name)
+    return {f"{_MODULE}{name}": file_sha256(file) for name, file in sorted(files.items())}
+
+
+def changed_modules(experiment: LoadedExperiment, inputs: Inputs) -> list[str]:
+    """Names of those that are no longer the files that the experiment began with."""
+    now = module_hashes(experiment)
+    before = {name: sha for name, sha in inputs.files.items() if name.startswith(_MODULE)}
+    return sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
 
 
 def _profiles(experiment: LoadedExperiment, fleets: dict[str, FleetFile]) -> dict[str, str]:

@@ -191,10 +191,11 @@ def software(fleets: Iterable[FleetFile]) -> Software:
 def sources_sha256() -> str:
     """One digest of this project's Python files, their names included."""
     digest = hashlib.sha256()
-    for folder in _FOLDERS:
-        for path in sorted((_PROJECT / folder).rglob("*.py")):
-            digest.update(f"{path.relative_to(_PROJECT).as_posix()}\0".encode())
-            digest.update(path.read_bytes())
+    paths = [*sorted(_PROJECT.glob("warmroute*.py"))]
+    paths += [path for folder in _FOLDERS for path in sorted((_PROJECT / folder).rglob("*.py"))]
+    for path in paths:
+        digest.update(f"{path.relative_to(_PROJECT).as_posix()}\0".encode())
+        digest.update(path.read_bytes())
     return digest.hexdigest()
 
 

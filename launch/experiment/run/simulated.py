@@ -11,7 +11,7 @@ import msgspec
 from launch.arm import BREAKDOWN_FILE, RUN_FILE, ArmError
 from launch.engines.commands import ProcessSpec
 from launch.experiment.definition.file import LoadedExperiment
-from launch.experiment.definition.inputs import Inputs, module_hashes, reading
+from launch.experiment.definition.inputs import Inputs, changed_modules, reading
 from launch.experiment.definition.order import Slot, noise_seed
 from launch.experiment.records.freshness import simulated_proof
 from launch.experiment.records.record import Callbacks, Measured
@@ -53,7 +53,7 @@ async def measure_simulated(
     if code != 0:
         last = process.log_tail(1).strip() or "it wrote no message"
         raise ArmError(f"the simulator ended with code {code}: {last} (complete log: {process.log_path})")
-    if changed := [name for name, sha in module_hashes(experiment).items() if inputs.files.get(name) != sha]:
+    if changed := changed_modules(experiment, inputs):
         raise ArmError(f"{changed[0]} has changed since the experiment began: undo that and --resume, or start again")
     run = await asyncio.to_thread(read_run, run_dir / RUN_FILE)
     if run.incomplete:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from replayer.records.own_code import own_code
 from replayer.records.version import installed_version
 from replayer.traces.formats.source import file_sha256
 from sim.hardware import ProfileError, load_profile
@@ -98,7 +98,7 @@ class SweepJournal:
 
 
 def _digest(base: Setup, setups: Mapping[str, Setup]) -> str:
-    """Digest of what decides the points and their figures; of a ``MODULE:Class``, without the modules it imports."""
+    """Digest of what decides the points and their figures."""
     settings = {key: value for key, value in msgspec.to_builtins(base).items() if key != "trace"}
     every = [base, *setups.values()]
     profiles = {name: _profile(name) for name in sorted({setup.profile for setup in every})}
@@ -116,10 +116,6 @@ def _profile(name: str) -> Any:
         return None
 
 
-def _code(module: str) -> str | None:
-    """SHA-256 of a module's file; None for one that is not found, which the point's own error reports."""
-    try:
-        spec = find_spec(module)
-    except (ImportError, ValueError):
-        return None
-    return file_sha256(Path(spec.origin)) if spec is not None and spec.has_location and spec.origin else None
+def _code(module: str) -> dict[str, str]:
+    """SHA-256 of a module's file and of those it imports; empty for one not found, which the point's error reports."""
+    return {name: file_sha256(file) for name, file in sorted(own_code(module).items())}

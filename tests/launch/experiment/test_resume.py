@@ -13,6 +13,7 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from launch.__main__ import app
+from launch.experiment.records import environment
 from launch.experiment.records.state import read_experiment
 from launch.experiment.verify import verify
 from tests.launch.conftest import REPOSITORY
@@ -99,3 +100,23 @@ def test_a_class_that_is_not_found_from_another_folder_is_reported_with_the_reme
     assert resumed.exit_code == 2
     assert "run the command in the folder that has own_resumed.py or own_resumed/" in " ".join(resumed.output.split())
     assert "add that folder to PYTHONPATH" in " ".join(resumed.output.split())
+
+
+@pytest.mark.usefixtures("leaves_nothing")
+def test_a_change_of_a_module_that_the_class_imports_is_refused(own: Path, tmp_path: Path) -> None:
+    own.write_text(f"from own_resumed_helper import WEIGHT\n{OWN}")
+    helper = own.with_name("own_resumed_helper.py")
+    helper.write_text("WEIGHT = 1\n")
+    assert run(tmp_path, **ARMS).exit_code == 0
+    helper.write_text("WEIGHT = 2\n")
+    forget()
+    resumed = run(tmp_path, "--resume", **ARMS)
+    assert resumed.exit_code == 2
+    assert "module own_resumed_helper: its SHA-256 was" in resumed.output
+
+
+def test_the_modules_beside_the_packages_are_sources_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "_PROJECT", tmp_path)
+    before = environment.sources_sha256()
+    (tmp_path / "warmroute_yaml.py").write_text("")
+    assert environment.sources_sha256() != before

@@ -272,13 +272,16 @@ def test_another_sweep_is_not_continued(
     assert before.keys() == files(tmp_path / "out").keys()
 
 
-@pytest.mark.parametrize("changed", ["swept_policy.py", "fast.yaml"])
+@pytest.mark.parametrize("changed", ["swept_policy.py", "swept_helper.py", "fast.yaml"])
 def test_points_of_other_code_or_another_profile_are_not_mixed(
     trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str
 ) -> None:
     """A file that only a value of the sweep names decides the figures as those of the base do."""
+    for name in ("swept_policy", "swept_helper"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "swept_policy.py").write_text("from policies.routing.linear import Linear as Mine\n")
+    (tmp_path / "swept_policy.py").write_text("from swept_helper import Linear as Mine\n")
+    (tmp_path / "swept_helper.py").write_text("from policies.routing.linear import Linear as Linear\n")
     (tmp_path / "fast.yaml").write_bytes((HARDWARE_FOLDER / "h20.yaml").read_bytes())
     base = Setup(trace=str(trace), instances=2)
     points = points_of(base, ["policy=warm,swept_policy:Mine", f"profile={tmp_path / 'fast.yaml'}"])
