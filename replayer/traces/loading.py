@@ -22,6 +22,7 @@ from replayer.traces.formats.checks import (
     MIN_SHARING,
     UNITS_S,
     Rechainer,
+    TurnNumbers,
     check_id_count,
     check_span,
     check_unit,
@@ -39,7 +40,7 @@ PROBE_REQUESTS = 256
 EPOCH_S = 1e8
 """Times from here on are dates, not offsets: they are rebased to the first request."""
 REMEMBERED_REQUESTS = 100_000
-"""Last requests a stream remembers, to find parents and duplicate chat ids."""
+"""Last requests a stream remembers, to find parents and duplicate chat ids, and sessions, to number their turns."""
 _DEFAULT_UNIT = {Format.BAILIAN: "s", Format.MOONCAKE: "ms", Format.AGENT_TEXT: "us", Format.WEKA: "s"}
 _DEFAULT_UNIT |= {Format.AZURE: "s", Format.BURSTGPT: "s"}
 _MADE_BLOCKS = {Format.AGENT_TEXT, Format.AZURE, Format.BURSTGPT}
@@ -158,10 +159,10 @@ def iter_trace(path: str | Path, options: LoadOptions | None = None) -> Iterator
 def stream(path: str | Path, options: LoadOptions | None = None) -> TraceStream:
     """Requests of a Bailian-style or Mooncake file in time order, with bounded memory.
 
-    Times are those that `load` gives. Sessions are the file's; a Mooncake file has none, and the options must say
-    ``sessions="single"`` for one per request, as deriving them takes the whole trace. Block ids are replaced by chained
-    keys (`replayer.traces.chaining`), unless they are to be kept: prompts share what they share after `load`'s repair,
-    but the stream does not report what was wrong with the ids.
+    Times and turn numbers are those that `load` gives. Sessions are the file's; a Mooncake file has none, and the
+    options must say ``sessions="single"`` for one per request, as deriving them takes the whole trace. Block ids are
+    replaced by chained keys (`replayer.traces.chaining`), unless they are to be kept: prompts share what they share
+    after `load`'s repair, but the stream does not report what was wrong with the ids.
 
     Raises:
         TraceError: names file, line and remedy; while reading, also for a file that is not in time order.
@@ -206,6 +207,7 @@ def _open_stream(path: Path, options: LoadOptions) -> _Opened:
 def _in_order(opened: _Opened, where: str, chainer: Chainer | None) -> Iterator[TraceRequest]:
     first_s: float | None = None
     last_s = -math.inf
+    numbers = TurnNumbers(REMEMBERED_REQUESTS)
     for request in opened.requests:
         check_id_count(request, opened.block_tokens, opened.tail, where)
         if first_s is None:
@@ -219,6 +221,7 @@ def _in_order(opened: _Opened, where: str, chainer: Chainer | None) -> Iterator[
             )
         last_s = request.timestamp_s
         check_span(request, where)
+        numbers.apply(request)
         if chainer is not None:
             request.hash_ids = chainer.keys(request.hash_ids)
         yield request

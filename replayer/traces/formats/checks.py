@@ -239,10 +239,33 @@ def _by_generation(requests: list[TraceRequest]) -> list[TraceRequest]:
     return ordered + [request for rest in children.values() for request in rest]
 
 
+class TurnNumbers:
+    """Turn numbers that rise in each session: a request's own, or one more than the last where it does not rise.
+
+    Args:
+        remembered: sessions that are known, those of the last requests; None for all.
+    """
+
+    def __init__(self, remembered: int | None = None) -> None:
+        self._last: dict[str, int] = {}
+        self._remembered = remembered
+
+    def apply(self, request: TraceRequest) -> bool:
+        """Number the next request in time, in place; True if that changed its number."""
+        last = self._last.pop(request.session_id, None)  # put back as the newest
+        changed = last is not None and request.turn <= last
+        if last is not None and changed:
+            request.turn = last + 1
+        self._last[request.session_id] = request.turn
+        if self._remembered is not None and len(self._last) > self._remembered:
+            del self._last[next(iter(self._last))]
+        return changed
+
+
 def order_turns(requests: Sequence[TraceRequest], where: str) -> int:
     """Check that no request comes before its parent, and number turns upwards in each session.
 
-    Requests must be sorted by time. Sessions whose turn numbers already rise keep them.
+    Requests must be sorted by time. A turn number that does not rise becomes the last one plus 1.
 
     Returns:
         Number of renumbered sessions.
@@ -251,7 +274,7 @@ def order_turns(requests: Sequence[TraceRequest], where: str) -> int:
         TraceError: a request is older than its parent.
     """
     place = {request.chat_id: position for position, request in enumerate(requests)}
-    last: dict[str, int] = {}
+    numbers = TurnNumbers()
     broken: set[str] = set()
     for position, request in enumerate(requests):
         if place.get(request.parent_chat_id, -1) > position:
@@ -259,14 +282,8 @@ def order_turns(requests: Sequence[TraceRequest], where: str) -> int:
                 f"{where}: request {request.chat_id} of session {request.session_id} comes before its parent "
                 f"{request.parent_chat_id} in time; correct the timestamps"
             )
-        if request.turn <= last.get(request.session_id, request.turn - 1):
+        if numbers.apply(request):
             broken.add(request.session_id)
-        last[request.session_id] = request.turn
-    turns: Counter[str] = Counter()
-    for request in requests:
-        if request.session_id in broken:
-            turns[request.session_id] += 1
-            request.turn = turns[request.session_id]
     return len(broken)
 
 

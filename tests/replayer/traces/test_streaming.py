@@ -115,6 +115,22 @@ def test_a_stream_gives_what_loading_gives(tmp_path: Path) -> None:
     assert list(opened.requests) == loaded.requests
 
 
+def test_a_stream_numbers_turns_as_loading_does(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    turns = [("branch", 3), ("branch", 4), ("plain", 7), ("branch", 4), ("branch", 1), ("plain", 9), ("branch", 12)]
+    requests = [
+        TraceRequest(
+            chat_id=number, session_id=session, turn=turn, timestamp_s=number * 1.0, input_length=64, hash_ids=[1]
+        )
+        for number, (session, turn) in enumerate(turns)
+    ]
+    bailian.write(path, requests)
+    loaded = load(path)
+    assert [request.turn for request in loaded.requests] == [3, 4, 7, 5, 6, 9, 12]
+    assert "1 session with branches or repeated turn numbers" in loaded.notes[-1]
+    assert [request.turn for request in stream(path).requests] == [request.turn for request in loaded.requests]
+
+
 def test_unchained_ids_are_shared_as_after_the_loaders_repair(tmp_path: Path) -> None:
     """The ids of this trace are of single blocks: equal ones after different histories are different prefixes."""
     path = tmp_path / "trace.jsonl"
