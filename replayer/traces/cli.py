@@ -184,6 +184,8 @@ def repeat_command(
         count = bailian.write(output, repeated(whole, times))
     except (OverwritesInputError, TraceError, OSError) as error:
         _stop(error)
+    if any(request.text is not None for request in whole.requests):
+        typer.echo("note: the text of the prompts is left out, as that of all repetitions would share a cache")
     typer.echo(f"written: {output} ({counted(count, 'request')}, {counted(len(whole.sessions()) * times, 'session')})")
 
 

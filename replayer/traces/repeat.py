@@ -17,7 +17,8 @@ def repeated(trace: Trace, times: int) -> Iterator[TraceRequest]:
 
     Every repetition begins a mean gap between arrivals after the last arrival of the one before. Its sessions are new
     and so are their blocks, except those that several sessions of the trace share (system prompts): these stay
-    shared. The first repetition is the trace itself, with its block ids numbered from 0.
+    shared. The first repetition is the trace itself, with its block ids numbered from 0. Texts are left out, as those
+    of all repetitions would share a cache.
 
     Raises:
         TraceError: fewer than one repetition, or an empty trace.
@@ -43,6 +44,7 @@ def repeated(trace: Trace, times: int) -> Iterator[TraceRequest]:
                 session_id=request.session_id + suffix,
                 timestamp_s=round(request.timestamp_s + number * span_s, 6),
                 hash_ids=array("q", moved.tobytes()),
+                text=None,
             )
 
 

@@ -36,6 +36,7 @@ class _Row(msgspec.Struct):
     api_time: float | None = None
     subagent: bool | str | int | None = None
     tenant: str | int | None = None
+    text: str | None = None
 
 
 _DECODER = msgspec.json.Decoder(_Row)
@@ -212,6 +213,7 @@ def read_unlinked(path: Path, unit_s: float, *, remembered: int | None = None) -
             type=row.type,
             subagent=bool(row.subagent),
             tenant=None if row.tenant is None else str(row.tenant),
+            text=row.text or None,
         )
 
 
@@ -228,7 +230,12 @@ def to_row(request: TraceRequest) -> dict[str, Any]:
         "hash_ids": list(request.hash_ids),
         "session_id": request.session_id,
     }
-    optional = {"think_time": request.think_time_s, "api_time": request.api_time_s, "tenant": request.tenant}
+    optional = {
+        "think_time": request.think_time_s,
+        "api_time": request.api_time_s,
+        "tenant": request.tenant,
+        "text": request.text,
+    }
     row |= {key: value for key, value in optional.items() if value is not None}
     if request.subagent:
         row["subagent"] = True

@@ -6,11 +6,14 @@ import math
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from replayer.traces.formats import bailian
 from replayer.traces.loading import LoadOptions, load
+from replayer.traces.repeat import repeated
 from replayer.traces.sample import profile, sample
+from replayer.traces.shorten import shortened
 from replayer.traces.synth import SynthOptions, synthetic_trace
 from replayer.traces.synth_targets import compare_with_targets
 from replayer.traces.trace import Trace, TraceError
@@ -122,3 +125,21 @@ def test_a_profile_counts(trace: Trace) -> None:
     figures = profile(trace)
     assert (figures.requests, figures.sessions) == (1000, len(trace.sessions()))
     assert figures.shared_apc >= figures.sticky_apc >= figures.round_robin_apc
+
+
+def test_a_sample_of_agent_text_keeps_its_prompts(tmp_path: Path) -> None:
+    text = tmp_path / "text.jsonl"
+    rows = [
+        {"timestamp": turn * 1e6, "input": "system prompt é " * 20 * turn, "output": "ok", "session_id": session}
+        for turn in range(1, 4)
+        for session in ("a", "b")
+    ]
+    text.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+    whole = load(text)
+    bailian.write(tmp_path / "sample.jsonl", sample(whole, 3).requests)
+    kept = load(tmp_path / "sample.jsonl").requests
+    assert len(kept) == 3
+    assert {request.text for request in kept} == {row["input"] for row in rows}
+    # Copies and cuts of the prompts would not share what their blocks share.
+    assert {request.text for request in repeated(whole, 2)} == {None}
+    assert {request.text for request in shortened(whole, 0.5).requests} == {None}
