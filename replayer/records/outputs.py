@@ -1,9 +1,14 @@
-"""Refusal of an output file that a command also reads."""
+"""Output files of commands: refused where a command also reads them, and replaced in one step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
+
+_OPENED = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/")
 
 
 class OverwritesInputError(ValueError):
@@ -29,3 +34,31 @@ def refuse_inputs(output: Path, inputs: Iterable[Path]) -> None:
             if path.is_file() and output.samefile(path):
                 same = "" if output == path else f" (the same file as {path})"
                 raise OverwritesInputError(f"{output}{same} is an input and would be overwritten; give another output")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file that takes the place of ``path`` when the block ends; a block that fails leaves the old one, or none.
+
+    What is not a regular file, such as a pipe, and what the process has open as ``/dev/stdout``, is written directly.
+
+    Raises:
+        OSError: it cannot be written, with its path.
+    """
+    direct = path.exists() and (not path.is_file() or str(path).startswith(_OPENED))
+    # A link to a pipe resolves to a name without a file, so only others are resolved.
+    target = path if direct else Path(os.path.realpath(path))
+    written = target if direct else target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        with written.open("wb") as file:
+            yield file
+        if not direct:
+            written.replace(target)
+    except BaseException as error:
+        if not direct:
+            with suppress(OSError):
+                written.unlink(missing_ok=True)
+        # An error of write() has no path, one of open() that of the file beside it.
+        if isinstance(error, OSError) and error.filename in (None, str(written)):
+            raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+        raise

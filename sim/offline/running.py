@@ -138,7 +138,9 @@ def new_files(*paths: Path | None) -> Iterator[list[IO[bytes] | None]]:
                 files.append(stack.enter_context(path.open("xb")))
                 made.append(path)
             yield files
-    except BaseException:
+    except BaseException as error:
         for path in made:
             path.unlink(missing_ok=True)
+        if made and isinstance(error, OSError) and error.filename is None:  # an error of write() has no path
+            raise OSError(error.errno, error.strerror or str(error), ", ".join(map(str, made))) from error
         raise

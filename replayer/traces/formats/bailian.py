@@ -18,6 +18,7 @@ import zstandard
 
 from replayer.records.counted import counted
 from replayer.records.json_errors import BAD_JSON
+from replayer.records.outputs import replacing
 from replayer.traces.formats.source import iter_lines
 from replayer.traces.trace import TraceError, TraceRequest
 
@@ -245,12 +246,14 @@ def to_row(request: TraceRequest) -> dict[str, Any]:
 def write(path: Path, requests: Iterable[TraceRequest]) -> int:
     """Write Bailian-style JSONL; ``.gz`` and ``.zst`` by the name. The same requests give the same bytes.
 
+    The file appears when it is complete: part of a trace would look like a whole one.
+
     Returns:
         Number of requests written.
     """
     encoder = msgspec.json.Encoder()
     count = 0
-    with path.open("wb") as raw:
+    with replacing(path) as raw:
         if path.name.endswith(".gz"):
             # No name and no time in the gzip header: equal content gives equal bytes.
             sink: Any = gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0, compresslevel=6)

@@ -27,6 +27,7 @@ from sim.offline.running import new_files
 from sim.offline.setup import SETTING_OF_OPTION, Setup
 from sim.offline.simulate import SimOptions
 from sim.server.settings import ServerSettings
+from tests.full_disk import limited_to
 from tests.sim.offline.offline_runs import agents, conversation
 
 ROOT = Path(__file__).parents[3]
@@ -315,6 +316,13 @@ def test_what_fails_half_way_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         broken()
     assert not path.exists()
+
+
+def test_a_full_disk_is_reported_with_the_file(trace: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run.jsonl"
+    with limited_to(100):
+        assert "run.jsonl" in call("simulate", trace, "-o", run, code=2)
+    assert not run.exists()
 
 
 def test_defaults_agree_wherever_they_are_written() -> None:
