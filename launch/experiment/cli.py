@@ -202,7 +202,7 @@ def _run(experiment: LoadedExperiment, directory: Path, resume: bool, jobs: int)
     from launch.experiment.definition.file import ExperimentError
     from launch.experiment.definition.sections import LiveBackend
     from launch.experiment.records.state import locked, read_experiment
-    from launch.experiment.run.opening import not_begun, open_experiment, reopen_experiment
+    from launch.experiment.run.opening import not_begun, open_experiment, reopen_experiment, restore
 
     if jobs > 1 and isinstance(experiment.settings.backend, LiveBackend):
         raise ExperimentError("--jobs: live runs would disturb each other; leave it at 1")
@@ -216,6 +216,8 @@ def _run(experiment: LoadedExperiment, directory: Path, resume: bool, jobs: int)
             raise ExperimentError(f"{directory}: {error.strerror}; choose another --output") from error
     with locked(directory):
         state, inputs = (reopen_experiment if resume else open_experiment)(experiment, directory)
+        for message in restore(experiment, directory, state, inputs) if resume else ():
+            typer.echo(f"warning: {message}", err=True)
         return _measure(experiment, directory, state, inputs, jobs)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from launch.experiment.records import state as states
 from launch.experiment.records.environment import ENVIRONMENT_FILE, capture
 from launch.experiment.records.intact import damage
 from launch.experiment.records.state import CONFIG_FILE, STATE_FILE, ExperimentState
+from launch.run.files import replace_file
 
 _BEGINNING = ".beginning"
 """Marks a directory whose experiment has no state yet; whoever finds it knows that the files in it are of no use."""
@@ -114,6 +116,25 @@ def reopen_experiment(experiment: LoadedExperiment, directory: Path) -> tuple[Ex
         elif run.state == states.DONE:
             _check_records(directory, run)
     return state, inputs
+
+
+def restore(experiment: LoadedExperiment, directory: Path, state: ExperimentState, inputs: Inputs) -> Iterator[str]:
+    """Write again what a resumed experiment has lost of its own files; yields one sentence for each.
+
+    Raises:
+        ExperimentError: one cannot be written.
+    """
+    config, environment = directory / CONFIG_FILE, directory / ENVIRONMENT_FILE
+    try:
+        damaged = not config.is_file() or states.mark(config).sha256 != state.config_sha256
+        if damaged and experiment.sha256 == state.config_sha256:
+            replace_file(config, experiment.text.encode())
+            yield f"{CONFIG_FILE} was lost or changed; it is the experiment's file again"
+        if not environment.is_file():
+            states.write_json(environment, capture(inputs.files, inputs.fleets.values(), sys.argv))
+            yield f"{ENVIRONMENT_FILE} was lost; the new one has the conditions of now, not of the earlier runs"
+    except OSError as error:
+        raise ExperimentError(f"{error.filename or directory}: {error.strerror}") from error
 
 
 def _check_records(directory: Path, run: states.RunState) -> None:

@@ -53,6 +53,22 @@ def test_runs_with_damaged_records_are_made_again(tmp_path: Path) -> None:
     assert (kept / "arm.json").exists()
 
 
+@pytest.mark.usefixtures("leaves_nothing")
+def test_lost_files_of_the_experiment_itself_are_written_again(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    assert run(tmp_path).exit_code == 0
+    (directory / "config.yaml").write_text("cut")
+    (directory / "environment.json").unlink()
+    (directory / "trace.jsonl").unlink()
+    assert not verify(directory).sound
+    resumed = run(tmp_path, "--resume")
+    assert resumed.exit_code == 0, resumed.output
+    assert "config.yaml was lost or changed" in resumed.output
+    assert "environment.json was lost; the new one has the conditions of now" in resumed.output
+    assert "0 of 4 runs to make" in resumed.output
+    assert verify(directory).problems == []
+
+
 OWN = """
 from dataclasses import dataclass
 
