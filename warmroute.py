@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import importlib.util
 import os
@@ -51,6 +52,7 @@ EXTRAS: Mapping[str, str] = MappingProxyType(
 
 _HOME = Path(__file__).resolve().parent
 _EXIT = 2
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _REMEDY = (
     "install warmroute into an environment of its own (`uv tool install warmroute`, `pipx install warmroute`, or a "
     "fresh virtual environment), and check PYTHONPATH"
@@ -199,6 +201,11 @@ def main() -> None:
         build()()
     except ForeignPackageError as error:
         _stop(str(error))
+    except OSError as error:
+        # Commands report errors of their files; those of the standard output have no name.
+        if error.errno not in _FULL or error.filename is not None:
+            raise
+        _stop(f"the standard output cannot be written: {error.strerror}")
     except ModuleNotFoundError as error:
         module = (error.name or "").partition(".")[0]
         if module not in EXTRAS:

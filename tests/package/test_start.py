@@ -199,3 +199,22 @@ def test_the_lock_has_what_tests_need_and_no_engines() -> None:
     needed = names(PROJECT["dependencies"]) | names(extras["lab"]) | names(extras["tokenizer"]) | names(extras["dev"])
     assert {name.lower() for name in needed - {"warmroute"}} <= locked
     assert not locked & (names(extras["engines"]) - names(extras["lab"]))
+
+
+# a full disk
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+def test_an_output_without_room_is_one_line() -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "warmroute", "--help"],
+            cwd=ROOT,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: the standard output cannot be written: No space left on device\n")
