@@ -18,6 +18,7 @@ import numpy as np
 import typer
 
 from bench.cells.arenas import chosen_traces, prepared
+from bench.cells.options import Fleets, Jobs, Loads, Pools, Seeds, TraceDir, Traces
 from bench.cells.ratios import BEYOND, RESAMPLES, Interval, four_digits, geometric_mean, interval, with_interval
 from bench.figures.machine import machine
 from bench.figures.result_file import writable
@@ -205,18 +206,18 @@ def harmed(cells: Sequence[AdmissionCell]) -> list[str]:
 
 
 def main(
-    trace_dir: Annotated[Path, typer.Option(envvar="WARMROUTE_TRACES", help="Folder of traces.")],
-    trace: Annotated[list[str] | None, typer.Option(help="Name of a trace; default: all. Repeatable.")] = None,
-    load: Annotated[list[float] | None, typer.Option(help="Share of saturation. Repeatable.")] = None,
-    pool: Annotated[list[float] | None, typer.Option(help="KV pool in hot sets. Repeatable.")] = None,
-    fleet: Annotated[list[int] | None, typer.Option(help="Number of instances. Repeatable.")] = None,
-    seed: Annotated[list[int] | None, typer.Option(help="Repeatable.")] = None,
+    trace_dir: TraceDir,
+    trace: Traces = None,
+    load: Loads = None,
+    pool: Pools = None,
+    fleet: Fleets = None,
+    seed: Seeds = None,
     rule: Annotated[str, typer.Option(help="Admission rule.")] = "working_set",
     param: Annotated[list[str] | None, typer.Option(help="KEY=VALUE: parameter of the rule. Repeatable.")] = None,
     cap: Annotated[list[int] | None, typer.Option(help="Also session_cap with this many sessions. Repeatable.")] = None,
     policy: Annotated[str, typer.Option(help="Routing policy.")] = "warm",
     max_hold_s: Annotated[float, typer.Option(help="Most seconds for which a request is held.")] = MAX_HOLD_S,
-    jobs: Annotated[int, typer.Option(min=1, help="Parallel processes.")] = 1,
+    jobs: Jobs = 1,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", callback=writable, help="Also write all figures to this file.")
     ] = None,

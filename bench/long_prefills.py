@@ -11,17 +11,24 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 
 from bench.cells.arenas import chosen_traces, prepared
-from bench.cells.ratios import BEYOND, geometric_mean
+from bench.cells.options import Growing, Jobs, Loads, Pools, Profile, Seeds, TraceDir, Traces
+from bench.cells.placement import (
+    METRICS,
+    PlacementFigures,
+    PlacementRatios,
+    beyond,
+    judged_sessions,
+    means_of,
+    placement_arm,
+    ratios_of,
+)
 from bench.figures.machine import machine
-from bench.joint.cells import JointRatios, PlacementFigures, judged_sessions, placement_arm, ratios_of
-from bench.joint.tables import METRICS
 from bench.tournament.results import GridCell
 from bench.tournament.settings import TournamentError, read_settings
 from policies.registry import make_routing
@@ -52,7 +59,7 @@ class PlayedCell(msgspec.Struct, frozen=True, kw_only=True):
     turns: int
     plain: PlacementFigures
     arms: dict[str, PlacementFigures]
-    ratios: dict[str, JointRatios]
+    ratios: dict[str, PlacementRatios]
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,28 +119,22 @@ def table_of(cells: Sequence[PlayedCell]) -> list[str]:
     for trace in sorted({each.cell.trace for each in cells}):
         for arm in ARMS:
             found = [each.ratios[arm] for each in cells if each.cell.trace == trace]
-            means = [geometric_mean([read(ratios)[0] for ratios in found]) for read in METRICS.values()]
-            better = sum(read(ratios)[2] < 1 / BEYOND for ratios in found for read in METRICS.values())
-            worse = sum(read(ratios)[1] > BEYOND for ratios in found for read in METRICS.values())
-            lines.append(f"| `{trace}` | {arm} | {len(found)} | {' | '.join(means)} | {better} | {worse} |")
+            better, worse = beyond(found)
+            lines.append(f"| `{trace}` | {arm} | {len(found)} | {means_of(found)} | {better} | {worse} |")
     return lines
 
 
 def main(
-    trace_dir: Annotated[Path, typer.Option(envvar="WARMROUTE_TRACES", help="Folder of traces.")],
-    trace: Annotated[list[str] | None, typer.Option(help="Name of a trace; default: all. Repeatable.")] = None,
-    load: Annotated[list[float] | None, typer.Option(help="Share of saturation. Repeatable.")] = None,
-    pool: Annotated[list[float] | None, typer.Option(help="KV pool in hot sets. Repeatable.")] = None,
+    trace_dir: TraceDir,
+    trace: Traces = None,
+    load: Loads = None,
+    pool: Pools = None,
     fleet: Annotated[int, typer.Option(min=1, help="Number of instances.")] = 8,
-    seed: Annotated[list[int] | None, typer.Option(help="Repeatable.")] = None,
+    seed: Seeds = None,
     threshold: Annotated[int, typer.Option(min=1, help="Most tokens of a step for one prompt.")] = 6144,
-    profile: Annotated[
-        str, typer.Option(help="Hardware profile of the engines, by name or path. Default: configs/tournament.yaml's.")
-    ] = "",
-    jobs: Annotated[int, typer.Option(min=1, help="Parallel processes.")] = 1,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Also write all figures to this file, after every cell.")
-    ] = None,
+    profile: Profile = "",
+    jobs: Jobs = 1,
+    output: Growing = None,
 ) -> None:
     """Compare engines with a bound on one prompt's tokens in a step, with an order, and with both, to neither."""
     try:

@@ -1,1 +1,4 @@
-"""Parts that comparisons in the cells of the tournament share. May import the tournament and numpy."""
+"""Parts that comparisons in the cells of the tournament share.
+
+May import the tournament, policies, sim and the replayer's statistics.
+"""

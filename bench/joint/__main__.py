@@ -11,6 +11,7 @@ import msgspec
 import typer
 
 from bench.cells.arenas import chosen_traces
+from bench.cells.options import Fleets, Growing, Jobs, Loads, Pools, Profile, Seeds, TraceDir, Traces
 from bench.figures.machine import machine
 from bench.joint.cells import BASELINE, TRANSPORT, JointCell, JointWork, report
 from bench.joint.tables import harmed, summary_of
@@ -32,12 +33,12 @@ def _write(output: Path, cells: list[JointCell], setting: dict[str, object]) -> 
 
 
 def main(
-    trace_dir: Annotated[Path, typer.Option(envvar="WARMROUTE_TRACES", help="Folder of traces.")],
-    trace: Annotated[list[str] | None, typer.Option(help="Name of a trace; default: all. Repeatable.")] = None,
-    load: Annotated[list[float] | None, typer.Option(help="Share of saturation. Repeatable.")] = None,
-    pool: Annotated[list[float] | None, typer.Option(help="KV pool in hot sets. Repeatable.")] = None,
-    fleet: Annotated[list[int] | None, typer.Option(help="Number of instances. Repeatable.")] = None,
-    seed: Annotated[list[int] | None, typer.Option(help="Repeatable.")] = None,
+    trace_dir: TraceDir,
+    trace: Traces = None,
+    load: Loads = None,
+    pool: Pools = None,
+    fleet: Fleets = None,
+    seed: Seeds = None,
     param: Annotated[list[str] | None, typer.Option(help="KEY=VALUE: parameter of joint. Repeatable.")] = None,
     base_param: Annotated[list[str] | None, typer.Option(help="KEY=VALUE: parameter of warm. Repeatable.")] = None,
     priority_scheduling: Annotated[
@@ -47,13 +48,9 @@ def main(
             help="Engines compute waiting prompts in the policies' order; --base-param slowdown=0: warm has none.",
         ),
     ] = False,
-    profile: Annotated[
-        str, typer.Option(help="Hardware profile of the engines, by name or path. Default: configs/tournament.yaml's.")
-    ] = "",
-    jobs: Annotated[int, typer.Option(min=1, help="Parallel processes.")] = 1,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Also write all figures to this file, after every cell.")
-    ] = None,
+    profile: Profile = "",
+    jobs: Jobs = 1,
+    output: Growing = None,
 ) -> None:
     """Compare joint placement with warm, in virtual time. Exits with 1 if a cell is harmed."""
     try:

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from bench.cells.ratios import BEYOND, Interval, geometric_mean, with_interval
-from bench.joint.cells import JointCell, JointRatios
+from bench.cells.placement import METRICS, beyond, means_of
+from bench.cells.ratios import BEYOND, with_interval
+from bench.joint.cells import JointCell
 
 CHOSEN_ON = frozenset({"glm_2h", "kct_raw", "mooncake"})
 """Traces on which the parameters and constants were chosen; the others are held out."""
-METRICS: dict[str, Callable[[JointRatios], Interval]] = {
-    "TTFT p90": lambda ratios: ratios.ttft_p90,
-    "mean TTFT": lambda ratios: ratios.ttft_mean,
-    "E2E p50": lambda ratios: ratios.e2e_p50,
-    "mean E2E": lambda ratios: ratios.e2e_mean,
-    "TPOT p90": lambda ratios: ratios.tpot_p90,
-}
 
 
 def summary_of(cells: Sequence[JointCell], *, chosen_on: bool) -> list[str]:
@@ -33,10 +27,9 @@ def summary_of(cells: Sequence[JointCell], *, chosen_on: bool) -> list[str]:
             groups.setdefault((each.cell.trace, each.cell.pool), []).append(each)
     for (trace, pool), found in sorted(groups.items()):
         handing = sum(each.joint.handed_off > 0 for each in found)
-        shown = [geometric_mean([read(each.ratios)[0] for each in found]) for read in METRICS.values()]
-        better = sum(read(each.ratios)[2] < 1 / BEYOND for each in found for read in METRICS.values())
-        worse = sum(read(each.ratios)[1] > BEYOND for each in found for read in METRICS.values())
-        lines.append(f"| `{trace}` | {pool:g} | {len(found)} | {handing} | {' | '.join(shown)} | {better} | {worse} |")
+        ratios = [each.ratios for each in found]
+        better, worse = beyond(ratios)
+        lines.append(f"| `{trace}` | {pool:g} | {len(found)} | {handing} | {means_of(ratios)} | {better} | {worse} |")
     return lines
 
 

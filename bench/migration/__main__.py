@@ -10,6 +10,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from bench.cells.options import Growing, Loads, Pools, Seeds, TraceDir
 from bench.figures.machine import machine
 from bench.migration.cells import MigrationCell, compared, profiles
 from bench.migration.tables import by_trace, effects, moved_turns
@@ -29,15 +30,13 @@ def _write(output: Path, cells: list[MigrationCell]) -> None:
 
 
 def main(
-    trace_dir: Annotated[Path, typer.Option(envvar="WARMROUTE_TRACES", help="Folder of traces.")],
+    trace_dir: TraceDir,
     trace: Annotated[list[str] | None, typer.Option(help="Name of a trace. Repeatable.")] = None,
-    load: Annotated[list[float] | None, typer.Option(help="Share of saturation. Repeatable.")] = None,
-    pool: Annotated[list[float] | None, typer.Option(help="KV pool in hot sets. Repeatable.")] = None,
+    load: Loads = None,
+    pool: Pools = None,
     fleet: Annotated[int, typer.Option(min=2, help="Number of instances.")] = 8,
-    seed: Annotated[list[int] | None, typer.Option(help="Repeatable.")] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Also write all figures to this file, after every cell.")
-    ] = None,
+    seed: Seeds = None,
+    output: Growing = None,
 ) -> None:
     """Compare migration of sessions with not moving them, in virtual time, at three prices of a transfer."""
     cells: list[MigrationCell] = []

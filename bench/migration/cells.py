@@ -11,7 +11,15 @@ import msgspec
 import numpy as np
 import yaml
 
-from bench.joint.cells import JointRatios, PlacementArm, PlacementFigures, judged_sessions, placement_arm, ratios_of
+from bench.cells.placement import (
+    PlacementArm,
+    PlacementFigures,
+    PlacementRatios,
+    judged_sessions,
+    placement_arm,
+    ratios_of,
+)
+from bench.cells.ratios import four_digits
 from bench.tournament.arena import PreparedCell
 from bench.tournament.results import GridCell
 from policies.costs.transfer_constants import KV_BYTES_PER_TOKEN
@@ -61,7 +69,7 @@ class MigrationArm(msgspec.Struct, frozen=True, kw_only=True):
     figures: PlacementFigures
     moved: MovedTurns
     legs: MigrationLegs
-    ratios: JointRatios
+    ratios: PlacementRatios
     """The arm divided by ``warm``."""
 
 
@@ -146,7 +154,7 @@ def legs_of(arm: PlacementArm) -> MigrationLegs:
         home_s=home_s,
         home_queue_s=_mean([row["offload_inputs"]["prefill_queue_s"] for row in done]),
         pull_s=pull_s,
-        gb_per_s=_digits(tokens * KV_BYTES_PER_TOKEN / 1e9 / (pull_s * len(done))),
+        gb_per_s=four_digits(tokens * KV_BYTES_PER_TOKEN / 1e9 / (pull_s * len(done))),
     )
 
 
@@ -165,8 +173,4 @@ def moved_of(arm: PlacementArm, warm: PlacementArm) -> MovedTurns:
 
 
 def _mean(values: Sequence[float] | FloatArray) -> float:
-    return _digits(float(np.mean(values)))
-
-
-def _digits(value: float) -> float:
-    return float(f"{value:.4g}")
+    return four_digits(float(np.mean(values)))

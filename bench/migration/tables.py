@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from bench.cells.ratios import BEYOND, Interval
-from bench.joint.cells import JointRatios
-from bench.joint.tables import METRICS
+from bench.cells.placement import METRICS, PlacementRatios, beyond
+from bench.cells.ratios import Interval
 from bench.migration.cells import MigrationArm, MigrationCell
 
 NAMES = {"rdma": "RDMA", "tcp": "TCP", "nvlink": "NVLink", "free": "free"}
@@ -48,7 +47,7 @@ def effects(cells: Sequence[MigrationCell]) -> list[str]:
     for (price, name), arms in _groups(cells, lambda _, arm: (arm.price, arm.arm)).items():
         moving = [arm for arm in arms if arm.legs.hand_offs + arm.legs.fell_back]
         tried = sum(arm.legs.hand_offs + arm.legs.fell_back for arm in arms)
-        better, worse = _counts(arms)
+        better, worse = beyond(arm.ratios for arm in arms)
         lines.append(
             f"| {NAMES[str(price)]} | `{name}` | {len(arms)} | {len(moving)} | {tried} | {_shown(moving)} "
             f"| {better} | {worse} |"
@@ -66,7 +65,7 @@ def by_trace(cells: Sequence[MigrationCell], name: str) -> list[str]:
     for (trace, pool, price, arm_name), arms in found.items():
         if arm_name != name:
             continue
-        better, worse = _counts(arms)
+        better, worse = beyond(arm.ratios for arm in arms)
         shown = [f"{EffectOverRuns([read(arm.ratios)[0] for arm in arms]).mean:.2f}" for read in METRICS.values()]
         tried = sum(arm.legs.hand_offs + arm.legs.fell_back for arm in arms)
         lines.append(
@@ -111,14 +110,8 @@ def _weighted(values: Sequence[float], weights: Sequence[int]) -> float:
     return float(np.average(values, weights=weights))
 
 
-def _counts(arms: Sequence[MigrationArm]) -> tuple[int, int]:
-    """Figures whose interval excludes 1 by more than 3 %: better, worse."""
-    found = [read(arm.ratios) for arm in arms for read in METRICS.values()]
-    return sum(each[2] < 1 / BEYOND for each in found), sum(each[1] > BEYOND for each in found)
-
-
 def _shown(arms: Sequence[MigrationArm]) -> str:
-    def cell(read: Callable[[JointRatios], Interval]) -> str:
+    def cell(read: Callable[[PlacementRatios], Interval]) -> str:
         return str(EffectOverRuns([read(arm.ratios)[0] for arm in arms])) if arms else "–"
 
     return " | ".join(cell(read) for read in METRICS.values())

@@ -8,8 +8,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from bench.joint.cells import JointCell, PlacementArm, PlacementFigures, ratios_of
-from bench.joint.tables import METRICS, harmed, summary_of
+from bench.cells.placement import METRICS, PlacementArm, PlacementFigures, ratios_of
+from bench.joint.cells import JointCell
+from bench.joint.tables import harmed, summary_of
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 ELASTIC = (DOCS / "elastic.md").read_text(encoding="utf-8")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 
+from bench.cells.placement import METRICS
 from bench.cells.ratios import BEYOND
-from bench.joint.tables import METRICS
 from bench.long_prefills import ARMS, Document, PlayedCell, table_of
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

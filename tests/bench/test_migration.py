@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from bench.joint.cells import PlacementArm, PlacementFigures
+from bench.cells.placement import PlacementArm, PlacementFigures
 from bench.migration.cells import FREE, PRICES, MigrationCell, MigrationLegs, MovedTurns, legs_of, moved_of, profiles
 from bench.migration.tables import EffectOverRuns, by_trace, effects, moved_turns
 from sim.hardware import load_profile
