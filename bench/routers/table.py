@@ -16,7 +16,7 @@ from replayer.compare.comparison import Comparison
 from replayer.compare.runs import CompareOptions, ComparisonError, compare_arms
 from replayer.compare.statistics.tests import Effect, Verdict
 from replayer.compare.window import planned_times
-from replayer.records.readable import MOST_POINTS
+from replayer.records.readable import MOST_POINTS, format_points
 from replayer.records.runs import RequestRecord
 
 METRICS = ("TTFT p50", "TTFT p90", "TPOT p50", "TPOT p90", "E2E p50", "E2E p90", "session time mean")
@@ -170,9 +170,8 @@ def _change(effect: Effect) -> str:
     if not np.isfinite([effect.change, effect.low, effect.high]).all():
         return "–"
     change, low, high = (100 * value for value in (effect.change, effect.low, effect.high))
-    if high > MOST_POINTS:
-        return f"{change:+.0f} % [too few runs]"
-    return f"{change:+.0f} % [{low:+.0f}, {high:+.0f}]{_MARKS.get(effect.verdict, '')}"
+    top = f"{high:+.0f}" if high <= MOST_POINTS else format_points(effect.high)
+    return f"{change:+.0f} % [{low:+.0f}, {top}]{_MARKS.get(effect.verdict, '')}"
 
 
 def _notes(arms: Mapping[str, Sequence[RouterRecord]]) -> Iterator[str]:
