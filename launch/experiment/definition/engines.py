@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -61,22 +61,30 @@ def check_engines(experiment: LoadedExperiment, block_tokens: int, fleets: Mappi
     setups = [
         _setup(settings.simulated(name), settings.arms[name].offload.planner, block_tokens) for name in settings.arms
     ]
+    refused: dict[str, list[str]] = {}
+    for name, why in zip(settings.arms, engine_errors(setups), strict=True):
+        if why is not None:
+            refused.setdefault(why, []).append(name)
+    _refuse(refused)
+
+
+def engine_errors(setups: Sequence[dict[str, Any]]) -> list[str | None]:
+    """The simulator's reason why each setup's engines cannot exist, None where they can, from one child process.
+
+    Raises:
+        ExperimentError: the child failed.
+    """
     command = [sys.executable, "-m", "sim", "check"]
     try:
         done = subprocess.run(
             command, input=msgspec.json.encode(setups), check=True, capture_output=True, timeout=_TIMEOUT_S
         )
-        errors = msgspec.json.decode(done.stdout, type=list[str | None])
+        return msgspec.json.decode(done.stdout, type=list[str | None])
     except subprocess.CalledProcessError as error:
         last = error.stderr.decode(errors="replace").strip().splitlines()[-1:]
         raise ExperimentError(f"the engines could not be checked: {' '.join(last) or error}") from error
     except (OSError, subprocess.TimeoutExpired, msgspec.MsgspecError) as error:
         raise ExperimentError(f"the engines could not be checked: {error}") from error
-    refused: dict[str, list[str]] = {}
-    for name, why in zip(settings.arms, errors, strict=True):
-        if why is not None:
-            refused.setdefault(why, []).append(name)
-    _refuse(refused)
 
 
 def _refuse(refused: Mapping[str, list[str]]) -> None:

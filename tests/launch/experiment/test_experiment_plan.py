@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from launch.__main__ import app
 from launch.experiment.cli import _newest
 from launch.experiment.comparison import COMPARISON_FILE
+from launch.experiment.definition import engines
 from launch.experiment.definition.file import (
     EXPERIMENTS,
     ExperimentError,
@@ -43,6 +44,8 @@ from launch.fleet.overrides import PYTHON_VARIABLE
 from policies.registry import routing_policies
 from replayer.traces.loading import load_trace
 from replayer.traces.trace import TraceError
+from sim.offline.checking import engine_error
+from sim.offline.setup import Setup
 from tests.launch.conftest import free_base
 
 SIMULATED: dict[str, Any] = {
@@ -65,6 +68,16 @@ def loaded(tmp_path: Path, base: dict[str, Any] = SIMULATED, *overrides: str, **
     path = tmp_path / "paper.yaml"
     path.write_text(yaml.safe_dump({**base, **values}, sort_keys=False))
     return load_experiment(path, overrides)
+
+
+@pytest.fixture
+def checked_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The simulator's own check of engines, on what its process would read, without the seconds of its start."""
+
+    def errors(setups: list[dict[str, Any]]) -> list[str | None]:
+        return [engine_error(setup) for setup in msgspec.json.decode(msgspec.json.encode(setups), type=list[Setup])]
+
+    monkeypatch.setattr(engines, "engine_errors", errors)
 
 
 class TestAdmission:
@@ -326,6 +339,7 @@ class TestTrace:
             assert list(after.hash_ids) == list(before.hash_ids[: len(after.hash_ids)])
             assert after.input_length <= max(64, before.input_length * 0.25 + 64)
 
+    @pytest.mark.usefixtures("checked_here")
     def test_a_path_is_relative_to_the_experiment_file_too(self, tmp_path: Path) -> None:
         from replayer.traces.formats import bailian
 
@@ -338,6 +352,7 @@ class TestTrace:
         with pytest.raises(ExperimentError, match=r"trace: nothing at yours\.jsonl"):
             trace_file(loaded(tmp_path, trace="yours.jsonl"))
 
+    @pytest.mark.usefixtures("checked_here")
     def test_times_in_another_unit_are_read_by_the_key_that_the_loader_names(self, tmp_path: Path) -> None:
         from msgspec.structs import replace
 
@@ -374,6 +389,7 @@ class TestShipped:
         assert {path.stem for path in EXPERIMENTS.glob("*.yaml")} == set(SHIPPED)
 
     @pytest.mark.parametrize("name", SHIPPED)
+    @pytest.mark.usefixtures("checked_here")
     def test_a_shipped_experiment_is_good(self, name: str) -> None:
         overrides = [] if "warm" in routing_policies() else ["arms.warm.policy=linear"] * (name == "policies-simulated")
         experiment = load_experiment(Path(name), overrides)
@@ -436,6 +452,7 @@ def invoke(*arguments: str) -> str:
         ({"pool_tokens": 10}, {"prefill_instances": 8}, ["arm a: a KV pool", "arm b: --prefill-instances must leave"]),
     ],
 )
+@pytest.mark.usefixtures("checked_here")
 def test_engines_that_cannot_exist_are_refused_before_anything_starts(
     tmp_path: Path, backend: dict[str, Any], fleet: dict[str, Any], messages: list[str]
 ) -> None:
@@ -451,6 +468,14 @@ def test_engines_that_cannot_exist_are_refused_before_anything_starts(
     assert {path.name for path in output.iterdir()} <= {".lock"}
 
 
+def test_the_simulator_s_own_process_checks_the_engines(tmp_path: Path) -> None:
+    arms = {"a": {"policy": "linear"}, "b": {"policy": "linear", "fleet": {"pool_tokens": 10}}}
+    source = loaded(tmp_path, arms=arms).source
+    for refusal in (invoke("plan", str(source)), invoke("run", str(source), "--output", str(tmp_path / "run"))):
+        assert "arm b: a KV pool of 10 tokens holds no block of 64" in refusal
+        assert "arm a" not in refusal
+
+
 def test_live_arms_with_engines_that_cannot_exist_are_refused_before_anything_starts(tmp_path: Path) -> None:
     fleets: dict[str, dict[str, Any]] = {
         "a": {},
@@ -459,12 +484,14 @@ def test_live_arms_with_engines_that_cannot_exist_are_refused_before_anything_st
         "d": {"sim": {"transport": "pigeon"}},
     }
     arms = {name: {"policy": "linear", "fleet": fleet} for name, fleet in fleets.items()}
-    source = loaded(tmp_path, LIVE, arms=arms).source
+    refusal = invoke("plan", str(loaded(tmp_path, LIVE, arms=arms).source))
+    assert "arms b, c: sim: a KV pool of 10 tokens holds no block of 64" in refusal
+    assert "arm d: sim: profile h20 has no transport 'pigeon'" in refusal
+    assert "arm a" not in refusal
+    del arms["a"], arms["d"]  # each further fleet is another process
     output = tmp_path / "run"
-    for refusal in (invoke("plan", str(source)), invoke("run", str(source), "--output", str(output))):
-        assert "arms b, c: sim: a KV pool of 10 tokens holds no block of 64" in refusal
-        assert "arm d: sim: profile h20 has no transport 'pigeon'" in refusal
-        assert "arm a" not in refusal
+    refusal = invoke("run", str(loaded(tmp_path, LIVE, arms=arms).source), "--output", str(output))
+    assert "arms b, c: sim: a KV pool of 10 tokens holds no block of 64" in refusal
     assert {path.name for path in output.iterdir()} <= {".lock"}
 
 
