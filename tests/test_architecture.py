@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import enum
+import functools
 import importlib
 import inspect
 import os
@@ -15,6 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 import pytest
 
@@ -50,8 +52,25 @@ IMMUTABLE = (int, float, str, bytes, bool, tuple, frozenset, type(None), Mapping
 NOT_STATE = (type, types.FunctionType, types.ModuleType, types.BuiltinFunctionType, types.GenericAlias)
 
 
+class SourceFile(NamedTuple):
+    """Parts of a source that several rules are about; its tree is not kept."""
+
+    lines: int
+    empty: bool
+    docstring: str | None
+    public_classes: tuple[str, ...]
+
+
 def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
+
+
+@functools.cache
+def source_file(path: Path) -> SourceFile:
+    text = path.read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+    return SourceFile(text.count("\n"), not text, ast.get_docstring(tree), tuple(classes))
 
 
 def imports_of(tree: ast.AST) -> Iterator[str]:
@@ -156,9 +175,8 @@ def test_class_names_have_one_meaning() -> None:
     """Two public classes of one name make every log, trace back and page about them ambiguous."""
     places: dict[str, set[str]] = defaultdict(set)
     for path in SOURCES:
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places[node.name].add(name_of(path))
+        for name in source_file(path).public_classes:
+            places[name].add(name_of(path))
     twice = {name: sorted(paths) for name, paths in places.items() if len(paths) > 1}
     assert {name: paths for name, paths in twice.items() if name not in SAME_MEANING_TWICE} == {}
 
@@ -169,13 +187,12 @@ def test_no_folder_is_wide() -> None:
     assert {name_of(folder): count for folder, count in folders.items() if count > MAX_MODULES} == {}
 
 
-@pytest.mark.parametrize("folder", sorted({path.parent for path in SOURCES} - {ROOT}), ids=name_of)
-def test_every_folder_says_what_it_is_for(folder: Path) -> None:
-    init = folder / "__init__.py"
-    if folder.name in {"configs", "plugin"}:
-        return  # data, and a module that is copied into an engine's environment
-    assert init.is_file(), f"{name_of(folder)} needs an __init__.py"
-    assert ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))), f"{name_of(init)} needs a docstring"
+def test_every_folder_says_what_it_is_for() -> None:
+    folders = {path.parent for path in SOURCES} - {ROOT}
+    # Not data, nor a module that is copied into an engine's environment.
+    needed = [folder / "__init__.py" for folder in sorted(folders) if folder.name not in {"configs", "plugin"}]
+    missing = [name_of(init) for init in needed if not init.is_file() or not source_file(init).docstring]
+    assert missing == [], "each of these needs to be there and have a docstring"
 
 
 def test_no_module_is_named_for_nothing_in_particular() -> None:
@@ -183,9 +200,9 @@ def test_no_module_is_named_for_nothing_in_particular() -> None:
     assert [name_of(path) for path in SOURCES if vague & set(path.relative_to(ROOT).with_suffix("").parts)] == []
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_a_source_file_is_short_enough_to_have_one_job_and_says_which(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    lines = text.count("\n")
-    assert lines <= MAX_LINES, f"{name_of(path)} has {lines} lines: past {MAX_LINES} something has two jobs"
-    assert not text or ast.get_docstring(ast.parse(text)), f"{name_of(path)} needs a module docstring"
+def test_a_source_file_is_short_enough_to_have_one_job_and_says_which() -> None:
+    files = {name_of(path): source_file(path) for path in SOURCES}
+    long = {name: file.lines for name, file in files.items() if file.lines > MAX_LINES}
+    assert long == {}, f"past {MAX_LINES} lines something has two jobs"
+    silent = [name for name, file in files.items() if not file.empty and not file.docstring]
+    assert silent == [], "each of these needs a module docstring"
