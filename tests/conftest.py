@@ -52,9 +52,9 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _entry_points_read_once() -> Iterator[None]:
-    """Every proxy looks at what is installed, package by package; two thousand of them need not."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Every proxy looks at what is installed, package by package; two thousand of them, and modules that make policies
+    when they are collected, need not."""
 
     @functools.cache
     def installed(group: str, path: tuple[str, ...]) -> EntryPoints:
@@ -63,10 +63,9 @@ def _entry_points_read_once() -> Iterator[None]:
     def read_once(**query: Any) -> EntryPoints:
         return installed(query["group"], tuple(sys.path))
 
-    original = entry_points
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "entry_points", read_once)
-        yield
+    original, patch = entry_points, pytest.MonkeyPatch()
+    patch.setattr(registry, "entry_points", read_once)
+    config.add_cleanup(patch.undo)
 
 
 @pytest.fixture(scope="session", autouse=True)
