@@ -8,7 +8,7 @@ instead of one for each block, with the same result to the block (tests hold it 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -154,8 +154,3 @@ class LruCache:
             else:
                 self._held[segment] = here - surplus
                 self._used -= surplus
-
-
-def most_held(caches: Iterable[PrefixCache], path: Path) -> int:
-    """Blocks of the path in the cache that holds most of it; 0 without caches."""
-    return max((cache.held(path) for cache in caches), default=0)

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replayer.report.segments import InfiniteCache, LruCache, Segments, most_held
+from replayer.report.segments import InfiniteCache, LruCache, Segments
 
 Prompt = list[int]
 
@@ -80,4 +80,3 @@ def test_ids_of_64_bits_and_negative_ones_are_taken() -> None:
 def test_no_prompts_and_empty_ones() -> None:
     assert Segments([]).paths == []
     assert Segments([[], []]).paths == [[], []]
-    assert most_held([], [1]) == 0
