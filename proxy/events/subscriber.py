@@ -12,6 +12,7 @@ import zmq
 import zmq.asyncio
 
 from policies.predict.exact_index import ExactIndex
+from proxy.events.endpoint import needs_ipv6
 from proxy.events.stream import EventStream
 from proxy.settings import EventSettings, InstanceSettings
 
@@ -162,6 +163,7 @@ class _Subscription:
             socket.setsockopt(zmq.HEARTBEAT_IVL, 5_000)
             socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 15_000)
             socket.setsockopt(zmq.SUBSCRIBE, self._settings.topic.encode())
+            socket.setsockopt(zmq.IPV6, await needs_ipv6(self._instance.events_url))
             socket.connect(self._instance.events_url)
             while True:
                 try:
@@ -291,6 +293,7 @@ class _Subscription:
         socket = self._context.socket(zmq.DEALER)
         try:
             socket.setsockopt(zmq.RCVHWM, 0)
+            socket.setsockopt(zmq.IPV6, await needs_ipv6(self._instance.events_replay_url))
             socket.connect(self._instance.events_replay_url)
             await socket.send_multipart([b"", start.to_bytes(_SEQUENCE_BYTES, "big")])
             while True:

@@ -21,7 +21,7 @@ from sim.server.parsing import ApiError, parse_tokenize
 from sim.server.pulls import PullQuestion, serve_pull
 from sim.server.ranks import EngineRank, EngineRanks
 from sim.server.responses import ResponsesApi
-from sim.server.settings import ServerSettings
+from sim.server.settings import ServerSettings, bracketed
 from sim.server.similarity import detokenize, embeddings, rerank, score
 
 _VERSION = msgspec.json.encode({"version": "0.18.1", "simulator": "warmroute"})
@@ -220,7 +220,7 @@ class BootstrapApp:
     def __init__(self, settings: ServerSettings, ranks: EngineRanks) -> None:
         self._drivers = {rank.engine.config.engine_id: rank.driver for rank in ranks.all}
         self._first = ranks.all[0].driver
-        worker_addr = {"0": {"0": f"tcp://{settings.host}:0"}}
+        worker_addr = {"0": {"0": f"tcp://{bracketed(settings.host)}:0"}}
         entries = {
             str(rank.number): {"engine_id": rank.engine.config.engine_id, "worker_addr": worker_addr}
             for rank in ranks.all

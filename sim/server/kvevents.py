@@ -13,6 +13,7 @@ import zmq.asyncio
 
 from sim.core.content import token_ids
 from sim.core.kvevents import BlockRemoved, BlocksStored, KvEvent
+from sim.server.settings import bracketed
 
 TOPIC = b"kv-events"
 _END = (-1).to_bytes(8, "big", signed=True)
@@ -49,13 +50,15 @@ class KvEventPublisher:
         try:
             self._publisher = zmq.Context(self._context).socket(zmq.PUB)
             self._publisher.set_hwm(_HIGH_WATER_MARK)
-            self._publisher.bind(f"tcp://{self._host}:{self._port}")
+            self._publisher.setsockopt(zmq.IPV6, ":" in self._host)
+            self._publisher.bind(f"tcp://{bracketed(self._host)}:{self._port}")
             if self._replay_port is not None:
                 self._replay = self._context.socket(zmq.ROUTER)
-                self._replay.bind(f"tcp://{self._host}:{self._replay_port}")
+                self._replay.setsockopt(zmq.IPV6, ":" in self._host)
+                self._replay.bind(f"tcp://{bracketed(self._host)}:{self._replay_port}")
         except zmq.ZMQError as error:
             self.close()
-            raise OSError(f"cannot publish KV events on {self._host}:{self._port}: {error}") from error
+            raise OSError(f"cannot publish KV events on {bracketed(self._host)}:{self._port}: {error}") from error
 
     def publish(self, events: Sequence[KvEvent], *, muted: bool = False) -> None:
         """Send one batch; nothing for no events. ``muted``: it is numbered and kept for replays only."""

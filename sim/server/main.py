@@ -21,7 +21,7 @@ from sim.server.faults import Faults
 from sim.server.metrics import EngineMetrics
 from sim.server.pulls import Puller
 from sim.server.ranks import EngineRanks
-from sim.server.settings import ServerSettings
+from sim.server.settings import ServerSettings, bracketed
 
 log = logging.getLogger("sim")
 
@@ -64,7 +64,7 @@ def run(settings: ServerSettings) -> int:
                 family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
                 sockets.append(socket.create_server((settings.host, port), family=family, backlog=2048))
             except (OSError, OverflowError) as error:
-                print(f"engine: cannot listen on {settings.host}:{port}: {error}", file=sys.stderr)
+                print(f"engine: cannot listen on {bracketed(settings.host)}:{port}: {error}", file=sys.stderr)
                 return 1
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(settings, sockets))
@@ -146,7 +146,7 @@ def _announce(settings: ServerSettings, sockets: list[socket.socket]) -> None:
     log.info(
         "%s on http://%s:%d%s%s: profile %s, %d blocks of %d tokens, role %s, time scale %g, engine id %s",
         settings.model,
-        settings.host,
+        bracketed(settings.host),
         ports[0],
         bootstrap,
         f", {settings.data_parallel_size} ranks" if settings.data_parallel_size > 1 else "",

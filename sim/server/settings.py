@@ -164,3 +164,8 @@ class ServerSettings:
             )
             for rank in range(self.data_parallel_size)
         ]
+
+
+def bracketed(host: str) -> str:
+    """A host as URLs have it: IPv6 addresses in brackets."""
+    return f"[{host}]" if ":" in host else host
