@@ -151,9 +151,7 @@ class Core:
         self.cors = Cors(settings.cors)
         self.other_paths = OtherPaths(settings.pass_through.paths)
         self.versions = EngineVersions(self.instances, self.get)
-        LimitMetrics(
-            self.metrics.registry, self.instances, self.admission, self.retries, self.router.watch, self.clients
-        )
+        LimitMetrics(self.metrics.registry, self.instances, self.admission, self.retries, self.router, self.clients)
         DiscoveryMetrics(self.metrics.registry, self.discovery)
         CacheKillerMetrics(self.metrics.registry, self.cache_killers)
         RecordMetrics(self.metrics.registry, self.breakdown)

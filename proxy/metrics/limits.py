@@ -16,8 +16,8 @@ from proxy.clients.bounds import ClientBounds
 from proxy.fleet.breaker import BreakerState
 from proxy.fleet.instances import Instances
 from proxy.routing.admission import Admission
-from proxy.routing.policy_watch import PolicyWatch
 from proxy.routing.retries import RetryBudget
+from proxy.routing.router import Router
 
 _SECONDS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
@@ -31,13 +31,14 @@ class LimitMetrics(Collector):
         instances: Instances,
         admission: Admission,
         retries: RetryBudget,
-        policies: PolicyWatch,
+        router: Router,
         clients: ClientBounds,
     ) -> None:
         self._instances = instances
         self._admission = admission
         self._retries = retries
-        self._policies = policies
+        self._router = router
+        self._policies = router.watch
         self._clients = clients
         waits = Histogram(
             "warmroute_queue_wait_seconds",
@@ -88,8 +89,11 @@ class LimitMetrics(Collector):
             "Decisions that a built-in policy took because the policy or planner failed",
             labels=["part", "name"],
         )
-        for (part, name), trouble in self._policies.failures.items():
-            failures.add_metric([part.value, name], trouble.count)
+        # From 0 on for what decides now: an increase from no series to 1 is none to Prometheus.
+        counts = dict.fromkeys(self._router.deciding, 0)
+        counts |= {key: trouble.count for key, trouble in self._policies.failures.items()}
+        for (part, name), count in counts.items():
+            failures.add_metric([part.value, name], count)
         yield failures
         slow = CounterMetricFamily(
             "warmroute_slow_decisions",

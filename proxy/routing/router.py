@@ -25,7 +25,7 @@ from policies.session import Routed, RoutingSession
 from policies.sessions import SessionTable
 from policies.snapshot import FleetSnapshot
 from policies.state import FleetState
-from policies.types import NO_TENANT, Decision, PolicyFailure, RequestView, Tenant
+from policies.types import NO_TENANT, Decision, PolicyFailure, PolicyPart, RequestView, Tenant
 from proxy.request.addressed import Addressed, AddressRules, address_steps
 from proxy.request.aliases import ModelAliases
 from proxy.request.parse import (
@@ -132,6 +132,15 @@ class Router:
     def planner(self) -> OffloadPlanner:
         """The offload planner that decides now."""
         return self.routing.planner
+
+    @property
+    def deciding(self) -> tuple[tuple[PolicyPart, str], ...]:
+        """Names of the policy, the planner and the admission rule that decide now."""
+        return (
+            (PolicyPart.POLICY, self.policy.name),
+            (PolicyPart.PLANNER, self.planner.name),
+            (PolicyPart.ADMISSION, self.routing.gate.rule.name),
+        )
 
     def parse(self, endpoint: Endpoint, body: bytes, *, allow_priority: bool = False) -> Parsed:
         """Parse a body at once with the effective block sizes; raises RequestError.

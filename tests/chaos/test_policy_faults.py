@@ -88,6 +88,8 @@ async def test_a_failing_policy_is_replaced_for_the_request(
     caplog.set_level(logging.WARNING, "warmroute.policy")
     assert (await condition(proxy, "policy"))["ok"]
     proxy.core.router.routing.policy = Odd(BAD_CHOICES[name])
+    # Without a zero before the first failure, Prometheus sees no increase, and WarmroutePolicyFailing does not fire.
+    assert 'warmroute_policy_failures_total{name="odd",part="policy"} 0.0' in (await proxy.client.get("/metrics")).text
     for _ in range(4):
         assert (await served(proxy))["policy"] == "warm"
     assert 'warmroute_policy_failures_total{name="odd",part="policy"} 4.0' in (await proxy.client.get("/metrics")).text
