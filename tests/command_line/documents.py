@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ FILES = [
     *sorted((ROOT / "configs").rglob("*.yaml")),
 ]
 
-_FENCE = re.compile(r"^ *```[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(r"^ *```([^\n]*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 _SPAN = re.compile(r"(`+)(?!`)(.+?)\1", re.DOTALL)
 _PROGRAM = re.compile(r"(?:^|(?<=[\s;|&(]))(?:\$\s+)?(?:[\w./$()-]*/)?warmroute(?= |$)")
 _PLACEHOLDER = re.compile(r"[A-Z_.]+|…|\.\.\.")
@@ -46,8 +47,9 @@ def command_lines(path: Path) -> Iterator[CommandLine]:
                 yield from _of_line(span[2], name)
         return
     for block in _FENCE.finditer(text):
-        for line in block[1].splitlines():
-            yield from _of_line(line, name)
+        for line in block[2].splitlines():
+            if block[1] != "console" or line.lstrip().startswith("$"):  # the other lines are output
+                yield from _of_line(line, name)
     outside = _FENCE.sub("", text)
     for line in re.findall(r"^ {4}.*", outside, re.MULTILINE):
         yield from _of_line(line, name)
@@ -82,7 +84,9 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def problem(line: CommandLine, root: Any) -> str | None:
-    """Reason for which a command line would be refused: an unknown command or option. None: it is accepted."""
+    """Reason for which a command line would be refused: an unknown command or option, too many arguments. None: it is
+    accepted.
+    """
     command, words = root, list(line.words)
     while words and hasattr(command, "commands") and not words[0].startswith("-"):
         word = words.pop(0)
@@ -98,4 +102,25 @@ def problem(line: CommandLine, root: Any) -> str | None:
         name = word.partition("=")[0]
         if name.startswith("-") and name != "-" and not _NUMBER.fullmatch(name) and name not in known:
             return f"{line.file}: `warmroute {' '.join(line.words)}`: no option {name}"
+    given = _arguments(command, words)
+    if len(given) > _most_arguments(command):
+        return f"{line.file}: `warmroute {' '.join(line.words)}`: no argument {given[-1]!r}"
     return None
+
+
+def _arguments(command: Any, words: list[str]) -> list[str]:
+    """The words that are neither options nor their values."""
+    valued = {name for param in command.params if not getattr(param, "is_flag", False) for name in param.opts}
+    arguments: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        if word in valued:
+            next(rest, None)
+        elif word != "…" and (not word.startswith("-") or word == "-" or _NUMBER.fullmatch(word)):
+            arguments.append(word)
+    return arguments
+
+
+def _most_arguments(command: Any) -> float:
+    counts = [param.nargs for param in command.params if param.param_type_name == "argument"]
+    return math.inf if -1 in counts or hasattr(command, "commands") else sum(counts)

@@ -33,6 +33,8 @@ def test_command_lines_are_found() -> None:
         ("replay x --arrival-speed=4 -o y", None),
         ("up sim-4x --no-proxy --set sim.seed=3", None),
         ("analyse ARGUMENTS", None),
+        ("doctor sim-4x", "no argument 'sim-4x'"),
+        ("doctor --json --fleet sim-4x", None),
         ("--version", None),
         ("--versions", "no option --versions"),
     ],
