@@ -48,6 +48,14 @@ class TlsFiles:
 
 NO_FILES = TlsFiles()
 
+RENEW = "renew its certificate, or correct the clock of this machine"
+"""Remedy for a certificate that is out of date, where neither another authority nor another name helps."""
+
+
+def out_of_date(error: object) -> bool:
+    """True if an error of TLS says that the other side's certificate has expired, or is not valid yet."""
+    return any(words in str(error) for words in ("certificate has expired", "certificate is not yet valid"))
+
 
 def tls_context(files: TlsFiles = NO_FILES) -> ssl.SSLContext:
     """Trust in the authorities of the files, without one in the system's, and the certificate to present.

@@ -9,7 +9,7 @@ import ssl
 
 import httpx
 
-from warmroute_tls import NO_FILES, TlsFiles
+from warmroute_tls import NO_FILES, RENEW, TlsFiles, out_of_date
 
 
 def checked_url(url: str, option: str) -> str:
@@ -26,6 +26,8 @@ def checked_url(url: str, option: str) -> str:
 
 def unreached_remedy(error: httpx.HTTPError, url: str, option: str, files: TlsFiles = NO_FILES) -> str | None:
     """Remedy for a proxy that cannot be reached at the URL of an option; None if the error names no cause."""
+    if out_of_date(error):
+        return RENEW
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
         return f"give the authority of its certificate with --ca-file, and in {option} a name that the certificate has"
     if "WRONG_VERSION_NUMBER" in str(error):
@@ -36,7 +38,7 @@ def unreached_remedy(error: httpx.HTTPError, url: str, option: str, files: TlsFi
             return f"if it serves HTTPS, begin {option} with https://"
         if files.certificate is None:
             return "if it requires client certificates (tls.client_ca), give one with --cert-file and --cert-key-file"
-        return "if it requires client certificates, --cert-file must be of an authority in its tls.client_ca"
+        return "if it requires client certificates, --cert-file must be of an authority in its tls.client_ca, and valid"
     return None
 
 

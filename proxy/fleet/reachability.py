@@ -15,6 +15,8 @@ from proxy.settings.urls import is_loopback
 
 _DEEPEST = 20
 """Bound on the errors looked at; httpx over anyio nests four."""
+_OUT_OF_DATE = {9, 10}
+"""OpenSSL's codes for a certificate that is not valid yet, and for one that has expired."""
 _SHOWN_INSTANCES = 3
 _LONGEST = 300
 """Characters of one instance's reason in an answer to a client."""
@@ -36,6 +38,8 @@ def diagnosis(error: BaseException, url: str, timeout_s: float) -> str:
             return f"unknown host {host!r} ({cause.strerror or cause}): check its spelling, or this machine's DNS"
         if isinstance(cause, ssl.SSLCertVerificationError):
             reason = cause.verify_message or cause
+            if cause.verify_code in _OUT_OF_DATE:
+                return f"its certificate is not accepted ({reason}): renew it, or correct this machine's clock"
             return (
                 f"its certificate is not accepted ({reason}): use a name that is in it, and add its authority to the "
                 "system's, or set SSL_CERT_FILE"

@@ -8,7 +8,7 @@ import ssl
 import aiohttp
 import msgspec
 
-from warmroute_tls import TlsFiles
+from warmroute_tls import RENEW, TlsFiles, out_of_date
 
 CONTROL_TIMEOUT_S = 10.0
 
@@ -84,6 +84,8 @@ async def first_model(
 
 def _tls_remedy(error: BaseException, tls: TlsFiles) -> str | None:
     """Remedy for a connection over TLS that failed; None: it failed before TLS began."""
+    if out_of_date(error):
+        return RENEW
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
         return "give the authority of its certificate with --ca-file, and a name that the certificate has"
     if isinstance(error, aiohttp.ClientConnectorSSLError) and "WRONG_VERSION_NUMBER" in str(error):
@@ -97,5 +99,5 @@ def _tls_remedy(error: BaseException, tls: TlsFiles) -> str | None:
     if refused:
         if tls.certificate is None:
             return "if it requires client certificates, give one with --cert-file and --cert-key-file"
-        return "if it requires client certificates, --cert-file must be of an authority that it trusts"
+        return "if it requires client certificates, --cert-file must be of an authority that it trusts, and valid"
     return None

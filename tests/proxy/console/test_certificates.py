@@ -6,6 +6,7 @@ import asyncio
 import json
 import ssl
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     client.private_key_and_cert_chain_pem.write_to_path(folder / "both.pem")
     client.cert_chain_pems[0].write_to_path(folder / "client.pem")
     client.private_key_pem.write_to_path(folder / "client.key")
+    expired = authority.issue_cert("127.0.0.1", not_after=datetime(2024, 1, 1, tzinfo=UTC))
+    expired.private_key_and_cert_chain_pem.write_to_path(folder / "expired.pem")
     trustme.CA().issue_cert("stranger").private_key_and_cert_chain_pem.write_to_path(folder / "stranger.pem")
     key = load_pem_private_key(client.private_key_pem.bytes(), None)
     encrypted = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret"))
@@ -86,6 +89,19 @@ async def test_a_client_certificate_is_presented_and_its_lack_has_a_remedy(
         assert (status, "give one with --cert-file and --cert-key-file" in output) == (2, True), output
         status, output = await call(files, command, url, *trusted, "--cert-file", "stranger.pem")
         assert (status, "--cert-file must be of an authority" in output) == (2, True), output
+        status, output = await call(files, command, url, *trusted, "--cert-file", "expired.pem")
+        assert (status, ", and valid" in output) == (2, True), output
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+async def test_a_proxy_whose_certificate_has_expired_needs_another_one(
+    start_proxy: StartProxy, files: Path, command: str
+) -> None:
+    tls = {"certificate": files / "expired.pem", "key": files / "expired.pem"}
+    url = (await start_proxy(1, tls=tls)).url.replace("http://", "https://")
+    status, output = await call(files, command, url, "--ca-file", "ca.pem")
+    assert (status, "certificate has expired" in output, "renew its certificate" in output) == (2, True, True), output
+    assert "--ca-file" not in output
 
 
 async def test_a_replay_says_how_to_trust_an_endpoint_and_that_one_serves_plain_http(

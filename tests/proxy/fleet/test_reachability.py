@@ -7,6 +7,8 @@ import contextlib
 import logging
 import ssl
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -126,6 +128,20 @@ async def test_a_certificate_that_is_not_trusted_names_the_variable(
     async with web_server(tls) as port:
         proxy = await served_with(start_proxy, f"https://127.0.0.1:{port}")
         assert "SSL_CERT_FILE" in await everywhere(proxy, caplog)
+
+
+async def test_a_certificate_that_has_expired_is_to_be_renewed(
+    start_proxy: StartProxy, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tls, authority = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
+    authority.issue_cert("127.0.0.1", not_after=datetime(2024, 1, 1, tzinfo=UTC)).configure_cert(tls)
+    async with web_server(tls) as port:
+        proxy = await served_with(start_proxy, f"https://127.0.0.1:{port}")
+        shown = await everywhere(proxy, caplog)
+    assert "its certificate is not accepted (certificate has expired): renew it" in shown
+    assert "SSL_CERT_FILE" not in shown
 
 
 async def test_an_unknown_host_is_named(start_proxy: StartProxy, caplog: pytest.LogCaptureFixture) -> None:
