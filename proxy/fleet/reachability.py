@@ -11,7 +11,7 @@ import httpx
 
 from proxy.clip import clip
 from proxy.fleet.instances import Instance, Instances
-from proxy.settings.urls import is_loopback
+from proxy.settings.urls import host_and_port, is_loopback
 
 _DEEPEST = 20
 """Bound on the errors looked at; httpx over anyio nests four."""
@@ -117,7 +117,7 @@ def _place(url: str) -> str:
     parts = urlsplit(url)
     host = parts.hostname or ""
     port = parts.port or (443 if parts.scheme == "https" else 80)
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return host_and_port(host, port)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -197,6 +197,11 @@ def _authority(host: Address | str, port: int | None) -> str:
     return text if port is None else f"{text}:{port}"
 
 
+def host_and_port(host: str, port: int) -> str:
+    """A place as URLs have it: IPv6 addresses in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 async def _resolve(host: str) -> list[Address]:
     try:
         return [_unwrapped(ipaddress.ip_address(host))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from proxy.settings import KeyLists, Settings
-from proxy.settings.urls import is_loopback
+from proxy.settings.urls import host_and_port, is_loopback
 
 
 def openness(settings: Settings) -> str:
@@ -18,7 +18,7 @@ def is_exposed(settings: Settings) -> bool:
 
 
 def _client_side(settings: Settings, keys: KeyLists) -> str:
-    where = f"{settings.host}:{settings.port}"
+    where = host_and_port(settings.host, settings.port)
     if keys.client:
         return f"API on {where}: open to holders of a client key"
     if is_loopback(settings.host):
@@ -29,7 +29,7 @@ def _client_side(settings: Settings, keys: KeyLists) -> str:
 def _admin_side(settings: Settings, keys: KeyLists) -> str:
     admin = settings.admin
     host = settings.host if admin.port is None else admin.host
-    where = "there too" if admin.port is None else f"on {host}:{admin.port}"
+    where = "there too" if admin.port is None else f"on {host_and_port(host, admin.port)}"
     metrics = ", except GET /metrics (admin.open_metrics)" if admin.open_metrics else ""
     if keys.admin:
         return f"admin endpoints {where}: open to holders of an admin key{metrics}"

@@ -126,6 +126,11 @@ async def test_a_start_logs_access_unknown_variables_and_unreachable_engines(tmp
         ({}, "open to this machine", "there too: open to this machine, except changes"),
         ({"host": "0.0.0.0"}, "open to everyone who can reach it", "there too: closed, because 0.0.0.0"),
         (
+            {"host": "::1", "port": 9090, "admin": {"host": "::1", "port": 9091}},
+            "API on [::1]:9090: open to this machine",
+            "on [::1]:9091: open to this machine",
+        ),
+        (
             {"host": "0.0.0.0", "admin": {"port": 9091}},
             "open to everyone",
             "on 127.0.0.1:9091: open to this machine",
