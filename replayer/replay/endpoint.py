@@ -75,11 +75,20 @@ async def first_model(
                 raise EndpointError(f"{url} answered {response.status}; {advice}")
         models = msgspec.json.decode(answer, type=_Models).data
     except (TimeoutError, aiohttp.ClientError, OSError, msgspec.MsgspecError, ValueError) as error:
-        remedy = advice if tls is None or not url.lower().startswith("https://") else _tls_remedy(error, tls) or advice
+        if not url.lower().startswith("https://"):
+            remedy = "if it serves HTTPS, begin its URL with https://" if _dropped(error) else advice
+        else:
+            remedy = advice if tls is None else _tls_remedy(error, tls) or advice
         raise EndpointError(f"{url}: {error or type(error).__name__}; {remedy}") from error
     if not models:
         raise EndpointError(f"{url} names no model; {advice}")
     return models[0].id
+
+
+def _dropped(error: BaseException) -> bool:
+    """True if the server accepted the connection and closed it without an answer."""
+    lost = isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError)
+    return lost and not isinstance(error, aiohttp.ClientConnectorError)
 
 
 def _tls_remedy(error: BaseException, tls: TlsFiles) -> str | None:

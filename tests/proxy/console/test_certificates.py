@@ -104,7 +104,7 @@ async def test_a_proxy_whose_certificate_has_expired_needs_another_one(
     assert "--ca-file" not in output
 
 
-async def test_a_replay_says_how_to_trust_an_endpoint_and_that_one_serves_plain_http(
+async def test_a_replay_says_how_to_trust_an_endpoint_and_which_scheme_one_serves(
     start_proxy: StartProxy, files: Path
 ) -> None:
     tls = {"certificate": files / "server.pem", "key": files / "server.pem"}
@@ -112,6 +112,8 @@ async def test_a_replay_says_how_to_trust_an_endpoint_and_that_one_serves_plain_
     status, output = await call(files, "replay", url)
     assert (status, "give the authority of its certificate with --ca-file" in output) == (2, True), output
     assert (await call(files, "replay", url, "--ca-file", "ca.pem"))[0] == 0
+    status, output = await call(files, "replay", url.replace("https://", "http://"))
+    assert (status, "if it serves HTTPS, begin its URL with https://" in output) == (2, True), output
     plain = (await start_proxy(1)).url.replace("http://", "https://")
     status, output = await call(files, "replay", plain)
     assert (status, "if it serves plain HTTP, begin its URL with http://" in output) == (2, True), output
