@@ -36,6 +36,7 @@ from bench.routers.records import RouterRecordError, RoutersConditions, read_rec
 from bench.routers.session import kept, run_all, spans
 from bench.routers.table import lines_of
 from launch.hardware.gpus import read_inventory
+from replayer.records.classes import PlannedClass
 from replayer.traces.loading import load_trace
 from replayer.traces.shorten import shortened
 from replayer.traces.trace import TraceError
@@ -176,10 +177,19 @@ def table(
             help="Leave out what was planned in the first seconds, such as warming. Default: a tenth of the tokens.",
         ),
     ] = None,
+    only_class: Annotated[
+        PlannedClass | None,
+        typer.Option(
+            "--class",
+            case_sensitive=False,
+            help="Show and compare requests of one class only, by their new tokens in the trace: "
+            "WARM below 5,000, HEAVY from 20,000, MEDIUM between. Default: all.",
+        ),
+    ] = None,
 ) -> None:
     """Print the comparison as Markdown: what was measured, and differences with paired 95 % intervals."""
     try:
-        for line in lines_of(list(read_records(folder).values()), base, skip_first_s):
+        for line in lines_of(list(read_records(folder).values()), base, skip_first_s, only_class):
             typer.echo(line)
     except RouterRecordError as error:
         _stop(error)

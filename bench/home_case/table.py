@@ -13,9 +13,10 @@ import numpy as np
 from bench.home_case.record import SustainedRecord, SustainedRun
 from bench.routers.records import totals_of
 from replayer.records.breakdown_rows import rows_of
+from replayer.records.classes import CLASSES
 from replayer.records.readable import DASH, format_number
 from replayer.records.runs import RequestRecord
-from replayer.records.summary import CLASSES, Quantiles, quantiles, summarise
+from replayer.records.summary import Quantiles, quantiles, summarise
 from replayer.report.decisions import class_matrix
 from replayer.report.offloads import LegSummary, offloads
 from replayer.report.page import Row

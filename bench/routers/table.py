@@ -16,6 +16,7 @@ from replayer.compare.comparison import Comparison
 from replayer.compare.runs import CompareOptions, ComparisonError, compare_arms
 from replayer.compare.statistics.tests import Effect, Verdict
 from replayer.compare.window import planned_times
+from replayer.records.classes import PlannedClass, planned_class
 from replayer.records.readable import MOST_POINTS, format_points
 from replayer.records.runs import RequestRecord
 
@@ -25,7 +26,12 @@ RESAMPLES = 4000
 _MARKS = {Verdict.BETTER: " **better**", Verdict.WORSE: " **worse**"}
 
 
-def lines_of(records: Sequence[RouterRecord], base: str, skip_first_s: float | None = None) -> Iterator[str]:
+def lines_of(
+    records: Sequence[RouterRecord],
+    base: str,
+    skip_first_s: float | None = None,
+    only_class: PlannedClass | None = None,
+) -> Iterator[str]:
     """Markdown: for each kind of prompt and load what was measured, and differences from the base with intervals.
 
     Args:
@@ -33,16 +39,19 @@ def lines_of(records: Sequence[RouterRecord], base: str, skip_first_s: float | N
         base: the arm that others are compared with.
         skip_first_s: only requests planned this many engine seconds after the first one or later count; None: all are
             shown, and compared without the cold start.
+        only_class: only requests of this class, by their new tokens in the trace, count; None: all.
 
     Raises:
-        RouterRecordError: there is no record of ``base`` at any load.
+        RouterRecordError: there is no record of ``base`` at any load, or no request of ``only_class``.
     """
     labels = Counter(record.label for record in records)
     if base not in labels:
         raise RouterRecordError(f"no record of {base}; found: {', '.join(labels) or 'none'}")
+    if only_class is not None:
+        _refuse_class(records, only_class)
     for mode, load in sorted({(record.conditions.prompt_mode, record.load) for record in records}):
         chosen = [each for each in records if each.conditions.prompt_mode == mode and each.load == load]
-        yield from _section(mode, load, chosen, base, skip_first_s)
+        yield from _section(mode, load, chosen, base, skip_first_s, only_class)
         yield ""
 
 
@@ -57,11 +66,31 @@ def by_arm(records: Sequence[RouterRecord], base: str) -> dict[str, list[RouterR
     return {label: [record for record in ordered if record.label == label] for label in labels}
 
 
+def _refuse_class(records: Sequence[RouterRecord], only: PlannedClass) -> None:
+    """Raise RouterRecordError if no request is of the class, or records do not have it."""
+    classes = Counter(planned_class(each.record()) for record in records for each in record.requests)
+    if classes[None]:
+        raise RouterRecordError(
+            f"--class needs the new tokens of each request by the trace, and {classes[None]:,} of "
+            f"{classes.total():,} in the records lack own_prefix_tokens: make the runs again, or leave --class out"
+        )
+    if not classes[only]:
+        found = ", ".join(f"{classes[each]:,} {each}" for each in PlannedClass if classes[each])
+        raise RouterRecordError(f"no request is of class {only} ({only.tokens}); found: {found or 'none'}")
+
+
 def _section(
-    mode: str, load: float, records: Sequence[RouterRecord], base: str, skip_first_s: float | None
+    mode: str,
+    load: float,
+    records: Sequence[RouterRecord],
+    base: str,
+    skip_first_s: float | None,
+    only: PlannedClass | None,
 ) -> Iterator[str]:
     arms = by_arm(records, base)
     counted = arms if skip_first_s is None else _later(arms, skip_first_s)
+    if only is not None:
+        counted = _of_class(counted, only)
     first = records[0]
     offered = first.header.offered
     hardware = sorted({record.hardware for record in records if record.hardware})
@@ -73,7 +102,7 @@ def _section(
         f"{first.conditions.engines} engines ({', '.join(versions) or 'version unknown'}; "
         f"{', '.join(hardware) or 'hardware not stated'}), "
         f"pools of {' or '.join(f'{tokens:,}' for tokens in pools)} tokens. Times from when a request was due, all "
-        f"runs together; means of single runs in parentheses{_of_later(skip_first_s)}."
+        f"runs together; means of single runs in parentheses{_restriction(skip_first_s, only)}."
     )
     yield ""
     yield (
@@ -84,18 +113,17 @@ def _section(
     for label, runs in arms.items():
         yield _measured(label, runs, counted[label])
     yield ""
-    yield from _compared(arms, base, skip_first_s)
+    yield from _compared(arms, base, skip_first_s, only)
     yield from _notes(arms)
     yield from hand_off_lines(counted, base)
 
 
-def _of_later(skip_first_s: float | None) -> str:
-    if skip_first_s is None:
+def _restriction(skip_first_s: float | None, only: PlannedClass | None) -> str:
+    if skip_first_s is None and only is None:
         return ""
-    return (
-        f". Only requests planned after the first {skip_first_s:g} s are shown and compared; hit rates by counters and "
-        "CPU are of all"
-    )
+    of_class = f" of class {only} ({only.tokens})" if only else ""
+    later = "" if skip_first_s is None else f" planned after the first {skip_first_s:g} s"
+    return f". Only requests{of_class}{later} are shown and compared; hit rates by counters and CPU are of all"
 
 
 def _later(arms: Mapping[str, Sequence[RouterRecord]], skip_first_s: float) -> dict[str, list[RouterRecord]]:
@@ -110,6 +138,22 @@ def _later(arms: Mapping[str, Sequence[RouterRecord]], skip_first_s: float) -> d
             planned = run.planned - len(run.requests) + len(requests)
             kept[label].append(msgspec.structs.replace(run, requests=requests, planned=planned))
     return kept
+
+
+def _of_class(arms: Mapping[str, Sequence[RouterRecord]], only: PlannedClass) -> dict[str, list[RouterRecord]]:
+    """The same runs with one class of requests; planned are those that any run has, as one that was cut lacks some."""
+    kept = {
+        label: [[each for each in run.requests if planned_class(each.record()) is only] for run in runs]
+        for label, runs in arms.items()
+    }
+    planned = len({each.request_id for runs in kept.values() for requests in runs for each in requests})
+    return {
+        label: [
+            msgspec.structs.replace(run, requests=requests, planned=planned)
+            for run, requests in zip(runs, kept[label], strict=True)
+        ]
+        for label, runs in arms.items()
+    }
 
 
 def _measured(label: str, runs: Sequence[RouterRecord], counted: Sequence[RouterRecord]) -> str:
@@ -129,7 +173,9 @@ def _measured(label: str, runs: Sequence[RouterRecord], counted: Sequence[Router
     )
 
 
-def _compared(arms: Mapping[str, Sequence[RouterRecord]], base: str, skip_first_s: float | None) -> Iterator[str]:
+def _compared(
+    arms: Mapping[str, Sequence[RouterRecord]], base: str, skip_first_s: float | None, only: PlannedClass | None
+) -> Iterator[str]:
     if base not in arms or len(arms) < 2:
         yield f"Nothing to compare with `{base}` at this load."
         return
@@ -139,30 +185,38 @@ def _compared(arms: Mapping[str, Sequence[RouterRecord]], base: str, skip_first_
     cut = any(run.cut for runs in arms.values() for run in runs)
     # Times count from when a request was due, as a router's queue counts; the window is that of `warmroute compare`.
     options = CompareOptions(
-        resamples=RESAMPLES, skip_first_s=skip_first_s, skip_last_s=None, clock="scheduled", force=cut
+        resamples=RESAMPLES,
+        skip_first_s=skip_first_s,
+        skip_last_s=None,
+        clock="scheduled",
+        force=cut,
+        only_class=only,
     )
     try:
         comparisons = compare_arms(sides, options)
     except ComparisonError as error:
         yield f"Not compared: {error}"
         return
-    yield f"| against `{base}` | requests | " + " | ".join(METRICS) + " |"
-    yield "| --- | ---: |" + " ---: |" * len(METRICS)
+    known = {effect.metric for effect in comparisons[0].effects}
+    metrics = [name for name in METRICS if name in known]
+    yield f"| against `{base}` | requests | " + " | ".join(metrics) + " |"
+    yield "| --- | ---: |" + " ---: |" * len(metrics)
     for each in comparisons:
-        yield _difference(each)
+        yield _difference(each, metrics)
     yield ""
     window = comparisons[0].window
     yield (
-        f"Left out of every arm by the plan: {window.cold} requests of the cold start, {window.drain} of the drain. "
+        f"Left out of every arm by the plan: {window.cold} requests of the cold start, {window.drain} of the drain"
+        f"{', of all classes' if only else ''}. "
         "Intervals: 95 %, paired by request, bootstrap over sessions; better, worse: after correction for all metrics."
     )
     for warning in dict.fromkeys(warning for each in comparisons for warning in each.warnings):
         yield f"- {warning}"
 
 
-def _difference(comparison: Comparison) -> str:
+def _difference(comparison: Comparison, metrics: Sequence[str]) -> str:
     effects = {effect.metric: effect for effect in comparison.effects}
-    cells = " | ".join(_change(effects[name]) for name in METRICS)
+    cells = " | ".join(_change(effects[name]) for name in metrics)
     return f"| `{comparison.candidate_label}` | {len(comparison.pairing.keys)} | {cells} |"
 
 

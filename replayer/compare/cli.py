@@ -11,6 +11,7 @@ import typer
 
 from replayer.compare.assumptions import ASSUMED_FLOOR
 from replayer.compare.goodput import SloTokens
+from replayer.records.classes import PlannedClass
 from replayer.traces.numbers import finite
 
 if TYPE_CHECKING:
@@ -64,6 +65,15 @@ SkipLast = Annotated[
     ),
 ]
 KeepAll = Annotated[bool, typer.Option("--keep-all", help="Leave nothing out at the start or the end.")]
+OnlyClass = Annotated[
+    PlannedClass | None,
+    typer.Option(
+        "--class",
+        case_sensitive=False,
+        help="Compare one class of requests only, by new tokens in the trace: WARM < 5,000 ≤ MEDIUM < 20,000 ≤ HEAVY.",
+        show_default="all",
+    ),
+]
 Clock = Annotated[str, typer.Option(help="Start of TTFT and E2E: when the request was sent, or when it was scheduled.")]
 SloTtft = Annotated[
     float | None,
@@ -148,6 +158,7 @@ def compare_command(
     skip_first_s: SkipFirst = None,
     skip_last_s: SkipLast = None,
     keep_all: KeepAll = False,
+    only_class: OnlyClass = None,
     clock: Clock = "sent",
     slo_ttft_s: SloTtft = None,
     slo_tpot_s: SloTpot = None,
@@ -190,6 +201,7 @@ def compare_command(
         clock=clock,
         slo=Slo(slo_ttft_s, slo_tpot_s, slo_e2e_s, slo_ttft_base_s, slo_ttft_per_1k_tokens_s, slo_tokens),
         assumed_floor=assumed_noise,
+        only_class=only_class,
         trace=found_trace,
     )
     applied = ""

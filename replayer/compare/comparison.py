@@ -15,6 +15,7 @@ from replayer.compare.pairing import Pairing
 from replayer.compare.statistics.tests import ALPHA, Effect
 from replayer.compare.verdict import cell_of, verdict_sentence
 from replayer.compare.window import Window
+from replayer.records.classes import PlannedClass
 from replayer.traces.trace import Trace
 
 _PLAIN = ("clock", "skip_first_s", "skip_last_s", "resamples")
@@ -42,6 +43,8 @@ class CompareOptions:
     assumed_floor: float = ASSUMED_FLOOR
     """Largest difference of two replicates in their times (95 of 100 cases), as a fraction, where there are neither
     repeats nor A/A runs to measure it; 0: runs repeat exactly."""
+    only_class: PlannedClass | None = None
+    """Compare requests of this class only, by their new tokens in the trace; None: all."""
     trace: Trace | None = None
     """The replayed trace; with it, cache hits are checked request by request (`replayer.compare.freshness`)."""
 
@@ -123,13 +126,20 @@ class Comparison:
     """Those of the notes that are about the conditions: a forced comparison, another model or version, invalid runs."""
     assumed_noise: float = 0.0
     """The noise floor that is assumed where ``noise_floor`` is empty, as a fraction."""
+    only_class: PlannedClass | None = None
+    """The only class of requests that was compared; None: all were."""
 
     @property
     def sentence(self) -> str:
         """The verdict in one sentence."""
-        return verdict_sentence(
+        return self.restriction + verdict_sentence(
             self.baseline_label, self.candidate_label, self.effects, noise_known=bool(self.noise_floor)
         )
+
+    @property
+    def restriction(self) -> str:
+        """The compared class, as the beginning of a sentence; empty where all are compared."""
+        return f"{self.only_class} requests only: " if self.only_class else ""
 
     def as_json(self) -> dict[str, Any]:
         """Everything as plain values."""
@@ -139,6 +149,7 @@ class Comparison:
             "candidate": self.candidate_label,
             "verdict": self.sentence,
             "runs": {"baseline": self.runs[0], "candidate": self.runs[1]},
+            **self._class_as_json(),
             "pairs": len(pairing.keys),
             "pairs_ok_in_both": pairing.both_ok,
             "sessions": self.sessions,
@@ -163,3 +174,9 @@ class Comparison:
             "notes": self.notes,
             "warnings": self.warnings,
         }
+
+    def _class_as_json(self) -> dict[str, Any]:
+        if self.only_class is None:
+            return {}
+        requests, others = len(self.pairing.keys), self.pairing.other_classes
+        return {"class": {"name": self.only_class.value, "requests": requests, "other_requests": others}}

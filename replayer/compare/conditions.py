@@ -93,6 +93,20 @@ def refuse_or_note(arms: Sequence[ArmRuns], trace: Trace | None, *, force: bool)
     ]
 
 
+def refuse_without_classes(arms: Sequence[ArmRuns]) -> None:
+    """Refuse runs whose records lack the tokens that a request's class by the trace is computed from.
+
+    Raises:
+        ComparisonError: there is such a run.
+    """
+    older = [name for name, one in _names(arms) if any(each.own_prefix_tokens is None for each in one.run.records)]
+    if older:
+        raise ComparisonError(
+            f"--class needs the new tokens of each request by the trace, and records of {', '.join(older)} lack "
+            "own_prefix_tokens, as an older version wrote them. Replay or simulate again, or compare without --class."
+        )
+
+
 def recorded_warnings(arms: Sequence[ArmRuns]) -> tuple[list[str], list[str]]:
     """Warnings about the runs of an experiment: changed files, and those that it recorded itself.
 

@@ -16,7 +16,8 @@ from replayer.compare.noise_floor import FloorRow, RunNoise, assumed_noise, betw
 from replayer.compare.pairing import Pairing, align, pair
 from replayer.compare.statistics.bootstrap import BoolArray, SessionBootstrap
 from replayer.compare.statistics.tests import Effect
-from replayer.compare.window import choose_window
+from replayer.compare.window import choose_window, in_class
+from replayer.records.classes import PlannedClass
 from replayer.records.counted import counted
 
 _FEW = 4
@@ -44,6 +45,9 @@ class Family:
         options: how to compare.
         notes: warnings about the conditions, repeated in every comparison.
         fine_print: further notes of every comparison.
+
+    Raises:
+        ComparisonError: no request in the window is of the class that is asked for.
     """
 
     def __init__(
@@ -70,7 +74,10 @@ class Family:
             skip_first_s=options.skip_first_s,
             skip_last_s=options.skip_last_s,
         )
-        self._metrics = metrics_of(options.slo)
+        self._of_class = in_class(self._requests.classes, options.only_class)
+        if options.only_class is not None:
+            _refuse_empty(options.only_class, self._requests.classes, self._inside, self._of_class)
+        self._metrics = metrics_of(options.slo, sessions=options.only_class is None)
         self._evaluator = Evaluator(
             self._requests,
             self._columns,
@@ -103,10 +110,12 @@ class Family:
             [self._columns[run] for run in before],
             [self._columns[run] for run in runs],
             self._inside,
+            self._of_class,
         )
         if not pairing.keys:
             raise ComparisonError(
                 f"'{self._labels[0]}' and '{label}' share no request (session_id, turn, chat_id)"
+                + (f" of class {options.only_class}" if options.only_class else "")
                 + (
                     " in the part of the plan that is compared; --keep-all compares all of it"
                     if pairing.skipped
@@ -127,7 +136,7 @@ class Family:
 
     def _values(self, metric: Metric, runs: list[int]) -> Values:
         """One arm's values on the requests that all its own runs have."""
-        present = np.logical_and.reduce([self._inside, *(self._columns[run].present for run in runs)])
+        present = np.logical_and.reduce([self._inside, self._of_class, *(self._columns[run].present for run in runs)])
         return self._evaluator.values(metric, runs, present)
 
     def _noise(self, metric: Metric) -> RunNoise | None:
@@ -170,9 +179,11 @@ class Family:
             goodput_per_s=self._goodput(one),
             warnings=list(self._notes),
             assumed_noise=options.assumed_floor,
+            only_class=options.only_class,
             notes=[
                 *self._notes,
                 *self._fine_print,
+                *([_about_class(options.only_class, one.pairing)] if options.only_class else []),
                 *_left_over(one.pairing, (self._labels[0], one.label)),
                 *self._sessions_left_out(one),
                 *([left_out] if (left_out := self._window.describe()) else []),
@@ -182,6 +193,8 @@ class Family:
 
     def _sessions_left_out(self, one: _Pair) -> list[str]:
         """Notes on compared sessions that are not completed in every run of an arm."""
+        if self._options.only_class is not None:
+            return []
         first = one.kept & self._requests.first_of_session
         notes = []
         for name, runs in ((self._labels[0], self._arms[0]), (one.label, one.runs)):
@@ -227,6 +240,34 @@ def _same_repeats(arms: Sequence[ArmRuns]) -> bool:
     """True if the runs of all arms correspond one to one by the name of their repeat, in the same order."""
     repeats = [[one.repeat for one in arm.runs] for arm in arms]
     return all(repeats[0]) and len(set(repeats[0])) == len(repeats[0]) and all(r == repeats[0] for r in repeats)
+
+
+def _refuse_empty(
+    only: PlannedClass, classes: Sequence[PlannedClass | None], inside: BoolArray, of_class: BoolArray
+) -> None:
+    """Raise ComparisonError if the compared part of the plan has no request of the class."""
+    if (inside & of_class).any():
+        return
+    others = [f"{int((inside & in_class(classes, each)).sum()):,} {each}" for each in PlannedClass if each is not only]
+    left_out = int(of_class.sum())
+    remedy = (
+        f"the plan has {left_out:,} in what is left out at its start and end: --keep-all compares that"
+        if left_out
+        else "give another --class"
+    )
+    raise ComparisonError(
+        f"no request in the compared part of the plan is of class {only} ({only.tokens}), but {' and '.join(others)}; "
+        f"{remedy}."
+    )
+
+
+def _about_class(only: PlannedClass, pairing: Pairing) -> str:
+    requests = len(pairing.keys)
+    return (
+        f"only requests of class {only} are compared ({only.tokens}): {requests:,} of "
+        f"{counted(requests + pairing.other_classes, 'paired request')} in the compared part of the plan; cold start "
+        "and drain are those of all classes, and times of whole sessions are left out"
+    )
 
 
 def _left_over(pairing: Pairing, names: tuple[str, str]) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 from replayer.compare.comparison import Comparison
 from replayer.compare.statistics.tests import Effect, Verdict
 from replayer.compare.verdict import VerdictCell, baseline_value, cell_of
+from replayer.records.classes import PlannedClass
 
 MAIN_METRICS = ("TTFT p50", "TTFT p90", "TPOT p50", "E2E p50", "APC")
 """Columns of the matrix: as many as fit into 80 columns of text. The details have every metric."""
@@ -97,8 +98,9 @@ def matrix_of(comparisons: Sequence[Comparison], *, metrics: Sequence[str] = MAI
 
 def headline(comparisons: Sequence[Comparison]) -> str:
     """The candidates by outcome in one sentence: better, worse, both, neither."""
+    restriction = comparisons[0].restriction
     if len(comparisons) == 1:
-        return _one(comparisons[0])
+        return restriction + _one(comparisons[0])
     groups: dict[tuple[bool, bool], list[str]] = {}
     for found in comparisons:
         verdicts = {effect.verdict for effect in found.effects}
@@ -110,7 +112,8 @@ def headline(comparisons: Sequence[Comparison]) -> str:
         (False, True): "worse on some metrics and better on none",
     }
     parts = [f"{_listed(groups[key])} {_verb(groups[key])} {words[key]}" for key in words if key in groups]
-    return f"Against {comparisons[0].baseline_label}: {'; '.join(parts)}."
+    against = "against" if restriction else "Against"
+    return f"{restriction}{against} {comparisons[0].baseline_label}: {'; '.join(parts)}."
 
 
 def leader_sentence(comparisons: Sequence[Comparison]) -> str:
@@ -162,6 +165,8 @@ def _row(found: Comparison, columns: Sequence[str]) -> MatrixRow:
 def _markers(comparisons: Sequence[Comparison]) -> list[str]:
     first = comparisons[0]
     markers = list(dict.fromkeys(warning for found in comparisons for warning in found.warnings))
+    if first.only_class is not None:
+        markers.insert(0, _class_marker(comparisons, first.only_class))
     failed = {first.baseline_label: max(found.pairing.failed_baseline for found in comparisons)}
     failed |= {found.candidate_label: found.pairing.failed_candidate for found in comparisons}
     if any(failed.values()):
@@ -174,6 +179,14 @@ def _markers(comparisons: Sequence[Comparison]) -> list[str]:
         )
         markers.append(f"Single runs: {assumed} is assumed, not measured")
     return markers
+
+
+def _class_marker(comparisons: Sequence[Comparison], only: PlannedClass) -> str:
+    """The compared class, with the range of its requests where candidates are paired on different ones."""
+    requests = [len(found.pairing.keys) for found in comparisons]
+    totals = [count + found.pairing.other_classes for count, found in zip(requests, comparisons, strict=True)]
+    shown, of = (" to ".join(dict.fromkeys((f"{min(each):,}", f"{max(each):,}"))) for each in (requests, totals))
+    return f"Only requests of class {only} are compared, {shown} of {of}: {only.tokens}"
 
 
 def _effect(found: Comparison, metric: str) -> Effect:

@@ -82,15 +82,20 @@ class Values:
         return replace(self, points=self.points[start:end], resampled=self.resampled[start:end])
 
 
-def metrics_of(slo: Slo) -> list[Metric]:
-    """All metrics in the order of the tables; goodput where an objective is set."""
+def metrics_of(slo: Slo, *, sessions: bool = True) -> list[Metric]:
+    """All metrics in the order of the tables; goodput where an objective is set.
+
+    Args:
+        slo: the objectives.
+        sessions: with those of whole sessions.
+    """
     found = [Metric(f"{name} p{level * 100:g}", column, level) for name, column in TIMES for level in QUANTILES]
     found += [Metric("APC", "apc"), Metric("success rate", "success")]
     if slo.fixed:
         found.append(Metric("goodput", "goodput"))
     if slo.scaled:
         found.append(Metric("goodput, scaled SLO", "goodput_scaled"))
-    for name, column in SESSION_TIMES:
+    for name, column in SESSION_TIMES if sessions else ():
         found.append(Metric(f"{name} mean", column, mean=True))
         found += [Metric(f"{name} p{level * 100:g}", column, level) for level in SESSION_QUANTILES]
     return found

@@ -13,6 +13,7 @@ import numpy as np
 
 from replayer.compare.statistics.bootstrap import BoolArray, FloatArray, IntArray
 from replayer.compare.window import planned_times
+from replayer.records.classes import PlannedClass, planned_class
 from replayer.records.idle import IdleCosts
 from replayer.records.runs import RequestRecord, Run
 from replayer.records.sessions import session_clocks, whole_sessions_known
@@ -57,6 +58,8 @@ class Requests:
     added_tokens: FloatArray
     """Tokens that the client adds to the turn before, by the trace: input - (input + output of that turn), or the whole
     input for a first turn and where the prompt does not hold its history."""
+    classes: list[PlannedClass | None]
+    """By the trace; None in older files."""
 
 
 def keyed(run: Run) -> dict[Key, RequestRecord]:
@@ -111,6 +114,7 @@ def align(runs: Sequence[Run], *, clock: str) -> tuple[Requests, list[Columns]]:
         planned_s=planned_times(timestamps_s, runs[0].header.time_scale),
         input_tokens=np.array([record.input_length for record in ordered], dtype=np.float64),
         added_tokens=_added(ordered),
+        classes=[planned_class(record) for record in ordered],
     )
     costs = runs[0].header.idle_costs
     turns = np.bincount(session_of, minlength=len(sessions)).tolist()
@@ -184,7 +188,10 @@ def _session_columns(
 
 @dataclass(frozen=True)
 class Pairing:
-    """Requests present in every run of both arms and in the window, and what was left over."""
+    """Requests present in every run of both arms and in the window, and what was left over.
+
+    Where one class is compared, all counts but ``other_classes`` are of it only.
+    """
 
     keys: list[Key]
     unmatched_baseline: int
@@ -197,10 +204,16 @@ class Pairing:
     failed_candidate: int
     both_ok: int
     """Matched requests that succeeded in every run of both arms: what the times are compared over."""
+    other_classes: int
+    """Matched requests in the window that are not of the compared class."""
 
 
 def pair(
-    requests: Requests, baseline: Sequence[Columns], candidate: Sequence[Columns], inside: BoolArray
+    requests: Requests,
+    baseline: Sequence[Columns],
+    candidate: Sequence[Columns],
+    inside: BoolArray,
+    of_class: BoolArray,
 ) -> tuple[Pairing, BoolArray]:
     """Match two arms.
 
@@ -209,22 +222,25 @@ def pair(
         baseline: the baseline's runs.
         candidate: the candidate's runs.
         inside: shape (N,), which requests the window keeps.
+        of_class: shape (N,), which requests are of the compared class.
 
     Returns:
         The counts, and shape (N,): which requests are compared.
     """
     matched = np.logical_and.reduce([run.present for run in (*baseline, *candidate)])
-    kept = matched & inside
+    unmatched = of_class & ~matched
+    kept = matched & inside & of_class
     both_ok = np.logical_and.reduce([run.ok for run in (*baseline, *candidate)]) & kept
     return (
         Pairing(
             keys=[requests.keys[index] for index in np.flatnonzero(kept)],
-            unmatched_baseline=sum(int((run.present & ~matched).sum()) for run in baseline),
-            unmatched_candidate=sum(int((run.present & ~matched).sum()) for run in candidate),
-            skipped=int((matched & ~inside).sum()),
+            unmatched_baseline=sum(int((run.present & unmatched).sum()) for run in baseline),
+            unmatched_candidate=sum(int((run.present & unmatched).sum()) for run in candidate),
+            skipped=int((matched & ~inside & of_class).sum()),
             failed_baseline=sum(int((kept & ~run.ok).sum()) for run in baseline),
             failed_candidate=sum(int((kept & ~run.ok).sum()) for run in candidate),
             both_ok=int(both_ok.sum()),
+            other_classes=int((matched & inside & ~of_class).sum()),
         ),
         kept,
     )

@@ -18,10 +18,11 @@ from collections.abc import Sequence
 from replayer.compare.arms import ArmRun, ArmRuns, unique
 from replayer.compare.assumptions import ASSUMED_FLOOR
 from replayer.compare.comparison import CompareOptions, Comparison
-from replayer.compare.conditions import ComparisonError, recorded_warnings, refuse_or_note
+from replayer.compare.conditions import ComparisonError, recorded_warnings, refuse_or_note, refuse_without_classes
 from replayer.compare.family import Family
 from replayer.compare.goodput import Slo
 from replayer.compare.pairing import CLOCKS, silence_as_zero
+from replayer.records.classes import PlannedClass
 from replayer.records.runs import Run
 
 __all__ = ["CompareOptions", "Comparison", "ComparisonError", "compare", "compare_arms", "silence_as_zero"]
@@ -43,6 +44,7 @@ def compare(
     labels: tuple[str, str] | None = None,
     slo: Slo | None = None,
     assumed_floor: float = ASSUMED_FLOOR,
+    only_class: PlannedClass | None = None,
 ) -> Comparison:
     """Compare two runs, paired by request, with 95 % intervals by bootstrap over sessions.
 
@@ -61,6 +63,7 @@ def compare(
         clock=clock,
         slo=slo or Slo(),
         assumed_floor=assumed_floor,
+        only_class=only_class,
     )
     arms = [ArmRuns(name, [ArmRun(run)]) for name, run in zip(names, (baseline, candidate), strict=True)]
     [found] = compare_arms(unique(arms), options)
@@ -81,12 +84,14 @@ def compare_arms(
         One comparison for each candidate; all of them are one family for the correction.
 
     Raises:
-        ComparisonError: conditions differ or a fleet was warm and ``force`` is False, arms share no request, or an
-            option is wrong.
+        ComparisonError: conditions differ or a fleet was warm and ``force`` is False, arms share no request, no request
+            is of the class that is asked for, or an option is wrong.
     """
     options = options or CompareOptions()
     _check(arms, options)
     notes = refuse_or_note([*arms, *same], options.trace, force=options.force)
+    if options.only_class is not None:
+        refuse_without_classes([*arms, *same])
     short, full = recorded_warnings([*arms, *same])
     return Family(arms, same, options, [*notes, *short], full).comparisons()
 

@@ -10,15 +10,19 @@ The automatic rule:
   caches, so its first requests miss whatever the policy does;
 - drain: everything planned after the last session arrived, when nothing new comes and the load only falls, but never
   more than the last `DRAIN_SHARE` of the requests (where all sessions arrive at once, nearly everything comes after).
+
+Where only one class of requests is compared (`in_class`), the window is still that of the whole plan.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from replayer.compare.statistics.bootstrap import BoolArray, FloatArray, IntArray
+from replayer.records.classes import PlannedClass
 from replayer.records.counted import counted
 
 COLD_SHARE = 0.1
@@ -91,6 +95,11 @@ def choose_window(
     inside = ~cold & ~drain
     automatic = skip_first_s is None or skip_last_s is None
     return Window(first_s, last_s, span_s, int(inside.sum()), int(cold.sum()), int(drain.sum()), automatic), inside
+
+
+def in_class(classes: Sequence[PlannedClass | None], only: PlannedClass | None) -> BoolArray:
+    """Requests of one class, or all for None: shape (N,)."""
+    return np.array([only is None or each is only for each in classes], dtype=np.bool_)
 
 
 def _cold_until(planned_s: FloatArray, prompt_tokens: FloatArray) -> float:

@@ -9,12 +9,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from replayer.records.classes import CLASSES, HEAVY_FROM_TOKENS, WARM_BELOW_TOKENS, classify
 from replayer.records.runs import RequestRecord, Run
 from replayer.records.sessions import SessionFigures, SessionTally, session_tally
 
-WARM_BELOW_TOKENS = 5_000
-HEAVY_FROM_TOKENS = 20_000
-CLASSES = ("WARM", "MEDIUM", "HEAVY")
 ERROR_KEY_CHARACTERS = 60
 """Errors that agree in so many characters differ in detail only and count as one."""
 ERROR_CHARACTERS = 300
@@ -91,15 +89,6 @@ def quantiles(values: Iterable[float | None]) -> Quantiles:
         return Quantiles(0, None, None, None, None)
     p50, p90, p99 = (float(value) for value in np.quantile(present, [0.5, 0.9, 0.99]))
     return Quantiles(len(present), float(present.mean()), p50, p90, p99)
-
-
-def classify(new_tokens: int | None, warm_below: int = WARM_BELOW_TOKENS, heavy_from: int = HEAVY_FROM_TOKENS) -> str:
-    """The router's classes: WARM below 5k new tokens, HEAVY from 20k; UNKNOWN without a report of the engine."""
-    if new_tokens is None:
-        return "UNKNOWN"
-    if new_tokens < warm_below:
-        return "WARM"
-    return "MEDIUM" if new_tokens < heavy_from else "HEAVY"
 
 
 def _class_summary(name: str, records: Sequence[RequestRecord]) -> ClassSummary:

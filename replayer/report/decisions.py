@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from replayer.records.breakdown_rows import BreakdownRow
+from replayer.records.classes import CLASSES, classify
 from replayer.records.runs import RequestRecord
-from replayer.records.summary import CLASSES, Quantiles, classify, quantiles
+from replayer.records.summary import Quantiles, quantiles
 
 NOT_REPORTED = "not reported"
 

@@ -19,9 +19,9 @@ from replayer.compare.runs import ComparisonError, compare_arms
 from replayer.compare.verdict import cell_of
 from replayer.records.breakdown_rows import BreakdownError, BreakdownRow
 from replayer.records.breakdown_rows import read_objects as read_breakdown
+from replayer.records.classes import CLASSES
 from replayer.records.readable import format_change, format_factor, format_number, format_percent, format_seconds
 from replayer.records.sessions import session_tally
-from replayer.records.summary import CLASSES
 from replayer.report import conditions as report_conditions
 from replayer.report import decisions
 from replayer.report import sections as report_sections

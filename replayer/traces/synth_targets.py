@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from replayer.records.summary import CLASSES, HEAVY_FROM_TOKENS, WARM_BELOW_TOKENS, classify
+from replayer.records.classes import CLASSES, HEAVY_FROM_TOKENS, WARM_BELOW_TOKENS, classify
 from replayer.traces.ideal import cached_tokens, ideal
 from replayer.traces.trace import Trace, TraceRequest
 

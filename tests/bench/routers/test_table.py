@@ -5,9 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from bench.routers.records import RouterRecordError
+from bench.routers.records import RequestFigures, RouterRecord, RouterRecordError
 from bench.routers.table import by_arm, lines_of
-from tests.bench.routers.constructed import CONDITIONS, routed
+from replayer.records.classes import PlannedClass
+from tests.bench.routers.constructed import CONDITIONS, replayed, routed
 
 
 def test_arms_come_in_the_order_of_the_comparison_the_base_first() -> None:
@@ -44,6 +45,57 @@ def test_what_was_planned_in_the_first_seconds_can_be_left_out_of_figures_and_di
     assert "| 10.0 | 0 |" in row  # CPU of all requests
     assert any("after the first 30 s" in line for line in lines)
     assert any(f"Left out of every arm by the plan: {96 - later} requests" in line for line in lines)
+
+
+def test_one_class_of_requests_can_be_shown_and_compared() -> None:
+    def arm(label: str, warm_s: float, heavy_s: float) -> RouterRecord:
+        """First turns are HEAVY by the trace, all others WARM; caches differ by arm."""
+        records = [
+            replayed(number, turn, warm_s if turn > 1 else heavy_s, input_length=25_000 if turn == 1 else 1000 * turn)
+            for number in range(24)
+            for turn in (1, 2, 3, 4)
+        ]
+        for record in records:
+            record.cached_tokens = 0 if label == "round_robin" else record.cached_tokens
+        return routed(label, 0, 1.0, requests=[RequestFigures.of(each) for each in records])
+
+    records = [arm("warm", 1.0, 4.0), arm("round_robin", 2.0, 4.0)]
+    shown = {only: list(lines_of(records, "warm", only_class=only)) for only in (PlannedClass.WARM, PlannedClass.HEAVY)}
+    for only, requests, seconds, change in (
+        (PlannedClass.WARM, 72, "1.00 |", "+100 % ["),
+        (PlannedClass.HEAVY, 24, "4.00 |", "+0 % ["),
+    ):
+        lines = shown[only]
+        [heading] = [line for line in lines if line.startswith("**")]
+        assert f"Only requests of class {only} ({only.tokens}) are shown and compared; hit rates by counters" in heading
+        [row] = [line for line in lines if line.startswith("| `warm` | 1 |")]
+        assert f"| {requests}/{requests} |" in row
+        assert seconds in row  # mean E2E
+        assert "| 0.600 |" in row  # by the engines' counters, of all requests
+        [names] = [line for line in lines if line.startswith("| against")]
+        assert names.endswith("E2E p90 |")  # without times of sessions
+        [difference] = [line for line in lines if line.startswith("| `round_robin`") and " % [" in line]
+        assert change in difference
+        assert ("**worse**" in difference) is (only is PlannedClass.WARM)
+    left_out = [[line for line in lines if line.startswith("Left out of every arm")] for lines in shown.values()]
+    assert left_out[0] == left_out[1]
+    assert "of all classes" in left_out[0][0]
+
+
+def test_requests_of_a_class_that_a_cut_run_lacks_are_counted() -> None:
+    slow = routed("round_robin", 0, 2.0)
+    cut = msgspec.structs.replace(slow, requests=slow.requests[:60])
+    lines = list(lines_of([routed("warm", 0, 1.0), cut], "warm", only_class=PlannedClass.WARM))
+    assert any(line.startswith("| `round_robin` | 1 | 60/96 |") for line in lines)
+
+
+def test_a_class_that_no_record_has_is_refused() -> None:
+    records = [routed("warm", 0, 1.0), routed("joint", 0, 1.0)]
+    with pytest.raises(RouterRecordError, match=r"no request is of class HEAVY .*; found: 192 WARM"):
+        list(lines_of(records, "warm", only_class=PlannedClass.HEAVY))
+    records[0].requests[0] = msgspec.structs.replace(records[0].requests[0], own_prefix_tokens=None)
+    with pytest.raises(RouterRecordError, match="1 of 192 in the records lack own_prefix_tokens: make the runs again"):
+        list(lines_of(records, "warm", only_class=PlannedClass.WARM))
 
 
 def test_kinds_of_prompts_and_loads_are_never_mixed() -> None:

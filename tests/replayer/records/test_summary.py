@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.classes import ClassThresholds
+from replayer.records.classes import classify
 from replayer.records.journal import Journal
 from replayer.records.runs import RecordError, RequestRecord, Run, RunEnd, RunHeader, encode_line, read_run
 from replayer.records.sessions import whole_sessions_known
-from replayer.records.summary import classify, summarise, summary_dict
+from replayer.records.summary import summarise, summary_dict
 from replayer.records.tables import summary_lines
 
 
