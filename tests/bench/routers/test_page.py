@@ -223,6 +223,7 @@ def test_what_the_page_says_of_the_agents_other_stretch() -> None:
 def test_what_the_page_says_of_short_turns_beside_a_bound() -> None:
     page = " ".join(_PAGE.split())
     short: dict[str, list[float]] = {}
+    tpot: dict[str, list[float]] = {}
     long: dict[str, list[float]] = {}
     means: dict[str, list[float]] = {}
     answered = 0
@@ -232,6 +233,8 @@ def test_what_the_page_says_of_short_turns_beside_a_bound() -> None:
         judged = [each for each in records if each.trace_timestamp_s >= 74.8]
         for each in judged:
             new = each.input_length - (each.own_prefix_tokens or 0)
+            if new < 5_000 and each.tpot_s is not None:
+                tpot.setdefault(run.label, []).append(1e3 * each.tpot_s)
             for found, counts in ((short, new < 5_000), (long, new >= 20_000)):
                 if counts:
                     found.setdefault(run.label, []).append(each.ttft_scheduled_s or 0.0)
@@ -240,7 +243,9 @@ def test_what_the_page_says_of_short_turns_beside_a_bound() -> None:
     assert max(*means[bound], *means[both]) < min(means[neither])
     assert (
         f"a mean TTFT of {np.mean(short[both]):.2f} s with both and {np.mean(short[bound]):.2f} s with the bound "
-        f"alone, instead of {np.mean(short[neither]):.2f} s; prompts with 20,000 or more wait "
+        f"alone, instead of {np.mean(short[neither]):.2f} s, and a TPOT p90 of {np.quantile(tpot[both], 0.9):.0f} and "
+        f"{np.quantile(tpot[bound], 0.9):.0f} ms instead of {np.quantile(tpot[neither], 0.9):.0f}; prompts with "
+        f"20,000 or more wait "
         f"{np.mean(long[both]):.1f} instead of {np.mean(long[neither]):.1f} s" in page
     )
     assert (
