@@ -220,8 +220,10 @@ def summary_command(
         _stop("--heavy-from-tokens must not be below --medium-from-tokens")
     try:
         summary = summarise(read_run(run), warm_below=medium_from_tokens, heavy_from=heavy_from_tokens)
-    except (RecordError, OSError) as error:
+    except RecordError as error:
         _stop(error)
+    except OSError as error:
+        _stop(f"{run}: {error.strerror}")
     console = Console()
     if as_json:
         import json

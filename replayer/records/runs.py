@@ -171,6 +171,8 @@ class Run(NamedTuple):
 
 _DECODER = msgspec.json.Decoder(RunHeader | RequestRecord | RunEnd)
 _ENCODER = msgspec.json.Encoder()
+_COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd")
+"""First bytes of gzip and zstd files."""
 
 
 def encode_line(record: RunHeader | RequestRecord | RunEnd) -> bytes:
@@ -193,6 +195,8 @@ def read_run(path: str | Path) -> Run:
     """
     path = Path(path)
     data = path.read_bytes()
+    if data.startswith(_COMPRESSED):
+        raise RecordError(f"{path}: a compressed file; run files are read as they were written: unpack it first")
     complete = data[: data.rfind(b"\n") + 1]
     header: RunHeader | None = None
     end: RunEnd | None = None

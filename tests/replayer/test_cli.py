@@ -160,6 +160,13 @@ def test_summary_prints_json(app: typer.Typer, tmp_path: Path) -> None:
     assert json.loads(result.output)["label"] == "x"
 
 
+@pytest.mark.parametrize(("name", "reason"), [("none.jsonl", "No such file or directory"), (".", "Is a directory")])
+def test_summary_names_a_run_that_cannot_be_read(app: typer.Typer, tmp_path: Path, name: str, reason: str) -> None:
+    result = RUNNER.invoke(app, ["summary", str(tmp_path / name)])
+    assert result.exit_code == 2
+    assert f"error: {tmp_path / name}: {reason}" in " ".join(result.output.split())
+
+
 def test_a_key_that_cannot_be_sent_is_blamed_and_not_shown(app: typer.Typer, tmp_path: Path) -> None:
     given = ["replay", "none.jsonl", "--endpoint", "http://127.0.0.1:9", "--output", str(tmp_path / "run")]
     result = RUNNER.invoke(app, given, env={"WARMROUTE_API_KEY": "secret\nx"})

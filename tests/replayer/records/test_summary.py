@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 
 import msgspec
 import pytest
+import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -132,6 +134,8 @@ def test_a_run_cut_anywhere_after_its_header_reads_back_what_was_whole(
     [
         (b"", "no run header"),
         (b"{}\n", ":1: not a run record"),
+        (gzip.compress(encode_line(RunHeader())), "unpack it first"),
+        (zstandard.compress(encode_line(RunHeader())), "unpack it first"),
         (encode_line(record(0)), ":1: the first line must be"),
         (encode_line(RunHeader(schema=9)), "schema 9"),
         (encode_line(RunHeader(label="LABEL")).replace(b"LABEL", b"caf\xe9"), ":1: not a run record"),
