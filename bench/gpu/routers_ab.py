@@ -72,7 +72,7 @@ def run(
         list[str] | None,
         typer.Option(
             help="NAME=FILE: settings of a proxy in front of as many other engines, for arms that end in @NAME. "
-            "Engines without requests take no time of a GPU that they share. Repeatable."
+            "Repeatable."
         ),
     ] = None,
     load: Annotated[
