@@ -28,6 +28,7 @@ _PAGE = (_DOCS / "head-to-head.md").read_text(encoding="utf-8")
         ("order, agents", "order-h100-4x-agents", 75.2, "warm,slowdown=0"),
         ("order, agents again", "order-h100-4x-agents-second", 78.3, "warm,slowdown=0"),
         ("bounded steps", "long-prefills-h100-2x", 74.8, "warm,slowdown=0"),
+        ("bounded steps, chat", "long-prefills-h100-2x-chat", 34.4, "warm,slowdown=0"),
     ],
 )
 def test_the_page_shows_the_table_of_the_kept_records(
@@ -252,6 +253,42 @@ def test_what_the_page_says_of_short_turns_beside_a_bound() -> None:
         f"All {answered:,} requests were answered. **Simulated** for these requests (seeds 1 to 4): TTFT p90 -7 %"
         in page
     )
+
+
+def test_what_the_page_says_of_the_bound_on_chat() -> None:
+    page = " ".join(_PAGE.split())
+    long: dict[str, list[float]] = {}
+    short: dict[str, list[float]] = {}
+    waits: dict[str, list[float]] = {}
+    e2e: dict[str, list[float]] = {}
+    preempted: list[str] = []
+    answered = 0
+    for run in read_records(_DOCS / "results" / "long-prefills-h100-2x-chat").values():
+        records = [each.record() for each in run.requests]
+        preempted += [run.label for counter in run.counters for _ in range(int(counter.preemptions))]
+        answered += sum(each.ok for each in records)
+        judged = [each for each in records if each.trace_timestamp_s >= 34.4]
+        e2e.setdefault(run.label, []).append(float(np.mean([each.e2e_scheduled_s for each in judged])))
+        for each in judged:
+            new = each.input_length - (each.own_prefix_tokens or 0)
+            for found, counts in ((waits, True), (short, new < 5_000), (long, new >= 32_000)):
+                if counts:
+                    found.setdefault(run.label, []).append(each.ttft_scheduled_s or 0.0)
+    neither, order, both = "warm,slowdown=0", "warm", "warm@bounded"
+    assert max(*e2e[order], *e2e[both]) < min(e2e[neither])
+    assert (
+        f"Mean E2E is {np.mean(e2e[order]):.1f} and {np.mean(e2e[both]):.1f} instead of {np.mean(e2e[neither]):.1f} s, "
+        "below it in every run" in page
+    )
+    assert (
+        f"({len(long[order])} of {len(waits[order]):,} requests of an arm) wait {np.mean(long[order]):.1f} s with the "
+        f"order and {np.mean(long[both]):.1f} s with both instead of {np.mean(long[neither]):.1f} s, and the longest "
+        f"wait is {max(waits[order]):.0f} and {max(waits[both]):.0f} s instead of {max(waits[neither]):.0f} s. Turns "
+        f"with fewer than 5,000 wait {np.mean(short[order]):.1f} and {np.mean(short[both]):.1f} instead of "
+        f"{np.mean(short[neither]):.1f} s." in page
+    )
+    assert preempted == ["warm,slowdown=0@bounded"]
+    assert f"All {answered:,} requests were answered, and one was preempted, with the bound alone." in page
 
 
 def _behind_a_long_prefill(records: list[RequestRecord], record: RequestRecord) -> bool:
