@@ -2,14 +2,17 @@
 
 Each cell of traces, loads and pools is played four times with ``warm``: on engines that compute in order of arrival,
 with an order of prefills (``--scheduling-policy priority``), with a bound on one prompt's tokens in a step
-(``--long-prefill-token-threshold``), and with both. Ratios are to the first, with paired intervals over sessions.
+(``--long-prefill-token-threshold``), and with both. Ratios are to the first, with paired intervals over sessions. With
+``--admission`` an admission rule holds sessions back in all four alike.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from enum import StrEnum
 from multiprocessing import get_context
 from typing import Annotated
 
@@ -31,7 +34,8 @@ from bench.cells.placement import (
 from bench.figures.machine import machine
 from bench.tournament.results import GridCell
 from bench.tournament.settings import TournamentError, read_settings
-from policies.registry import make_routing
+from policies.admission.never_hold import NeverHold
+from policies.registry import UnknownPolicyError, make_admission, make_routing
 from policies.types import Role
 from sim.hardware import ProfileError, load_profile
 
@@ -48,6 +52,8 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     threshold: int
     profile: str = ""
     """Hardware profile of the engines; empty: that of the tournament's settings."""
+    admission: str = NeverHold.name
+    """Admission rule of all arms."""
 
 
 class PlayedCell(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +76,7 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
     machine: dict[str, str]
     profile: str
     threshold: int
+    admission: str = NeverHold.name
     cells: list[PlayedCell]
 
 
@@ -78,16 +85,21 @@ def play(work: Work) -> PlayedCell:
 
     Raises:
         TournamentError: no such trace, or no request to judge.
+        UnknownPolicyError: no such admission rule.
     """
     stage = prepared(work.folder, work.cell, work.seed, work.profile)
     session_of = judged_sessions(stage)
     ordered, plain = make_routing("warm", {}), make_routing("warm", {"slowdown": 0.0})
-    base = placement_arm(stage, replace(stage.options, role=Role.NONE), plain)
+    rule = make_admission(work.admission)
+    base = placement_arm(stage, replace(stage.options, role=Role.NONE), plain, rule)
+    # Engines refuse a bound above their longest request, as vLLM does; in a pool that small it would bound nothing.
+    pool_tokens = stage.options.pool_tokens
+    bound = work.threshold if pool_tokens is None else min(work.threshold, pool_tokens)
     arms = {}
     for name, policy, scheduling, threshold in (
         ("order", ordered, "priority", 0),
-        ("threshold", plain, "fcfs", work.threshold),
-        ("both", ordered, "priority", work.threshold),
+        ("threshold", plain, "fcfs", bound),
+        ("both", ordered, "priority", bound),
     ):
         options = replace(
             stage.options,
@@ -95,7 +107,7 @@ def play(work: Work) -> PlayedCell:
             scheduling_policy=scheduling,
             long_prefill_token_threshold=threshold,
         )
-        arms[name] = placement_arm(stage, options, policy)
+        arms[name] = placement_arm(stage, options, policy, rule)
     return PlayedCell(
         cell=stage.cell,
         seed=stage.seed,
@@ -107,20 +119,32 @@ def play(work: Work) -> PlayedCell:
     )
 
 
-def table_of(cells: Sequence[PlayedCell]) -> list[str]:
-    """A Markdown table, a row for each trace and arm: geometric means over the other dimensions.
+class Dimension(StrEnum):
+    """Dimension of the cells that has rows of its own in the table."""
+
+    TRACE = "trace"
+    POOL = "pool"
+
+
+def table_of(cells: Sequence[PlayedCell], by: Dimension = Dimension.TRACE) -> list[str]:
+    """A Markdown table, a row for each trace, or pool, and arm: geometric means over the other dimensions.
 
     ``better`` and ``worse`` count figures whose interval excludes 1 on that side by more than 3 %.
     """
     lines = [
-        f"| trace | engines | runs | {' | '.join(METRICS)} | better | worse |",
+        f"| {'trace' if by is Dimension.TRACE else 'pool, hot sets'} | engines | runs | {' | '.join(METRICS)} "
+        "| better | worse |",
         f"| --- | --- | ---: |{' ---: |' * len(METRICS)} ---: | ---: |",
     ]
-    for trace in sorted({each.cell.trace for each in cells}):
+    rows = defaultdict(list)
+    for each in cells:
+        rows[each.cell.trace if by is Dimension.TRACE else each.cell.pool].append(each.ratios)
+    for row in sorted(rows):
+        name = f"`{row}`" if by is Dimension.TRACE else f"{row:g}"
         for arm in ARMS:
-            found = [each.ratios[arm] for each in cells if each.cell.trace == trace]
+            found = [each[arm] for each in rows[row]]
             better, worse = beyond(found)
-            lines.append(f"| `{trace}` | {arm} | {len(found)} | {means_of(found)} | {better} | {worse} |")
+            lines.append(f"| {name} | {arm} | {len(found)} | {means_of(found)} | {better} | {worse} |")
     return lines
 
 
@@ -132,15 +156,18 @@ def main(
     fleet: Annotated[int, typer.Option(min=1, help="Number of instances.")] = 8,
     seed: Seeds = None,
     threshold: Annotated[int, typer.Option(min=1, help="Most tokens of a step for one prompt.")] = 6144,
+    admission: Annotated[str, typer.Option(help="Admission rule of all arms.")] = NeverHold.name,
     profile: Profile = "",
+    by: Annotated[Dimension, typer.Option(help="Rows of the table that is printed.")] = Dimension.TRACE,
     jobs: Jobs = 1,
     output: Growing = None,
 ) -> None:
     """Compare engines with a bound on one prompt's tokens in a step, with an order, and with both, to neither."""
     try:
+        make_admission(admission)
         traces = chosen_traces(trace_dir, trace or [])
         timed_by = load_profile(profile or read_settings().profile)
-    except (TournamentError, ProfileError) as error:
+    except (TournamentError, ProfileError, UnknownPolicyError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
     works = [
@@ -150,6 +177,7 @@ def main(
             seed=number,
             threshold=threshold,
             profile=profile,
+            admission=admission,
         )
         for number in seed or [3, 4, 5]
         for name in traces
@@ -167,13 +195,14 @@ def main(
                     machine=machine(),
                     profile=timed_by.name,
                     threshold=threshold,
+                    admission=admission,
                     cells=cells,
                 )
                 output.parent.mkdir(parents=True, exist_ok=True)
                 output.write_bytes(msgspec.json.encode(document))
             shown = ", ".join(f"{arm} {cell.ratios[arm].ttft_p90[0]:.2f}" for arm in ARMS)
             typer.echo(f"{cell.cell}, seed {cell.seed}: TTFT p90 {shown}", err=True)
-    typer.echo("\n".join(table_of(cells)))
+    typer.echo("\n".join(table_of(cells, by)))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import numpy as np
 
 from bench.cells.ratios import BEYOND, RESAMPLES, Interval, four_digits, geometric_mean, interval
 from bench.tournament.arena import FAILED_S, PreparedCell
+from policies.admission.base import AdmissionRule
 from policies.routing.base import RoutingPolicy
 from replayer.compare.statistics.bootstrap import BoolArray, FloatArray, IntArray, SessionBootstrap
 from sim.offline.simulate import SimOptions, simulate
@@ -69,9 +70,11 @@ def judged_sessions(stage: PreparedCell) -> IntArray:
     return np.array([numbers.setdefault(name, len(numbers)) for name in sessions], dtype=np.int64)
 
 
-def placement_arm(stage: PreparedCell, options: SimOptions, policy: RoutingPolicy) -> PlacementArm:
-    """The judged turns of a prepared cell under a policy."""
-    result = simulate(stage.workload.trace, options, policy, plan=stage.plan)
+def placement_arm(
+    stage: PreparedCell, options: SimOptions, policy: RoutingPolicy, admission: AdmissionRule | None = None
+) -> PlacementArm:
+    """The judged turns of a prepared cell under a policy and an admission rule; None: everything is sent at once."""
+    result = simulate(stage.workload.trace, options, policy, plan=stage.plan, admission=admission)
     order = sorted(stage.workload.judged)
     place = {chat_id: number for number, chat_id in enumerate(order)}
     handed_off = np.zeros(len(order), dtype=np.bool_)
