@@ -1,11 +1,13 @@
-"""Output files of commands: refused where a command also reads them, and replaced in one step."""
+"""Output files of commands: refused where a command also reads them, replaced in one step, removed on signals."""
 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import IO
 
 _OPENED = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/")
@@ -62,3 +64,24 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         if isinstance(error, OSError) and error.filename in (None, str(written)):
             raise OSError(error.errno, error.strerror or str(error), str(path)) from error
         raise
+
+
+@contextmanager
+def exit_on_signals() -> Iterator[None]:
+    """Let the first SIGTERM or SIGHUP raise SystemExit in the block, as Ctrl-C raises KeyboardInterrupt: clean-up runs.
+
+    The exit code is 128 + the signal's number. For the main thread; a signal that is ignored (nohup) stays so.
+    """
+    signals = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) != signal.SIG_IGN]
+
+    def stop(signum: int, _: FrameType | None) -> None:
+        for each in signals:
+            signal.signal(each, signal.SIG_IGN)
+        raise SystemExit(128 + signum)
+
+    before = {each: signal.signal(each, stop) for each in signals}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)

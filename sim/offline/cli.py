@@ -195,12 +195,13 @@ def simulate_command(
     The engines are those of `warmroute sim engine`, the decisions those of `warmroute serve`. Sessions arrive by the
     trace's clock; a turn is sent when the one before has ended and its think time has passed. The run file has the
     format of `warmroute replay`: summary, compare and report read it. Times are engine seconds from the start of the
-    run. Exit status 1: no request succeeded.
+    run. Exit status 1: no request succeeded. Files appear when they are complete: a run that is stopped leaves none.
 
     With --sweep, --output is a folder: it gets a run file for every combination, and sweep.json with the figures.
     """
     from policies.registry import PolicyParameterError, UnknownPolicyError
     from policies.types import NoCandidateError, PolicyFailedError
+    from replayer.records.outputs import exit_on_signals
     from replayer.traces.trace import TraceError
     from sim.offline.options import SimulationError
     from sim.offline.setup import Setup, parsed_params
@@ -254,12 +255,13 @@ def simulate_command(
             _stop("--sweep cannot be given together with --stream or --breakdown-output")
         if breakdown_output is not None and breakdown_output.resolve() == (output or Path("run.jsonl")).resolve():
             _stop("--output and --breakdown-output name one file: give two")
-        if sweep:
-            failed = _sweep(setup, sweep, output or Path("sweep"), jobs, ray=ray, resume=resume)
-            raise typer.Exit(1 if failed else 0)
-        setup.check()
-        ahead_s = LOOK_AHEAD_S if look_ahead_s is None else look_ahead_s
-        _run(setup, output or Path("run.jsonl"), breakdown_output, ahead_s if stream else None)
+        with exit_on_signals():
+            if sweep:
+                failed = _sweep(setup, sweep, output or Path("sweep"), jobs, ray=ray, resume=resume)
+                raise typer.Exit(1 if failed else 0)
+            setup.check()
+            ahead_s = LOOK_AHEAD_S if look_ahead_s is None else look_ahead_s
+            _run(setup, output or Path("run.jsonl"), breakdown_output, ahead_s if stream else None)
     except FileExistsError as error:
         _stop(f"{error.filename}: already exists; give another name, or remove it")
     except (SimulationError, TraceError, UnknownPolicyError, PolicyParameterError, PolicyFailedError, OSError) as error:

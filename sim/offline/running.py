@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
@@ -11,6 +13,7 @@ from typing import IO, NamedTuple
 import msgspec
 
 from replayer.records.counted import counted
+from replayer.records.outputs import replacing
 from replayer.records.runs import RequestRecord, RunEnd, encode_line
 from replayer.replay.plan import Plan, PlanOptions, make_plan
 from replayer.traces.loading import LoadOptions, load
@@ -121,26 +124,23 @@ def planned(path: str, load_options: LoadOptions, options: PlanOptions) -> Plan:
 
 @contextmanager
 def new_files(*paths: Path | None) -> Iterator[list[IO[bytes] | None]]:
-    """Open files for writing that must not exist yet; None stays None. If something fails they are removed again.
+    """Open files for writing that must not exist yet; None stays None. They appear when the block succeeds.
 
     Raises:
         FileExistsError: one does.
+        OSError: one cannot be written, with its path.
     """
-    made: list[Path] = []
-    try:
-        with ExitStack() as stack:
-            files: list[IO[bytes] | None] = []
-            for path in paths:
-                if path is None:
-                    files.append(None)
-                    continue
-                path.parent.mkdir(parents=True, exist_ok=True)
-                files.append(stack.enter_context(path.open("xb")))
-                made.append(path)
+    given = [path for path in paths if path is not None]
+    for path in given:
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        files = [None if path is None else stack.enter_context(replacing(path)) for path in paths]
+        try:
             yield files
-    except BaseException as error:
-        for path in made:
-            path.unlink(missing_ok=True)
-        if made and isinstance(error, OSError) and error.filename is None:  # an error of write() has no path
-            raise OSError(error.errno, error.strerror or str(error), ", ".join(map(str, made))) from error
-        raise
+        except OSError as error:
+            if error.filename is not None:
+                raise
+            # An error of write() has no path, so that it is not known which of them it was.
+            raise OSError(error.errno, error.strerror or str(error), ", ".join(map(str, given))) from error
