@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from launch.run.processes import StartError
+from replayer.records.outputs import replacing
 
 
 def replace_file(path: Path, content: bytes, *, sync: bool = False) -> None:
-    """Replace a file in one step: a reader sees the old or the new one, never part of it.
+    """Replace a file in one step: a reader sees the old or the new one, never part of it. A link stays a link.
 
     Args:
         path: the file.
@@ -21,19 +22,11 @@ def replace_file(path: Path, content: bytes, *, sync: bool = False) -> None:
     Raises:
         OSError: it cannot be written, with its path; the old one is untouched, and nothing is left beside it.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            if sync:
-                file.flush()
-                os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        # An error of write() has no path.
-        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+    with replacing(path) as file:
+        file.write(content)
+        if sync:
+            file.flush()
+            os.fsync(file.fileno())
 
 
 @contextmanager

@@ -137,6 +137,15 @@ def test_a_file_that_cannot_be_replaced_stays_as_it_was(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_replaced_file_may_be_a_link(tmp_path: Path) -> None:
+    path, link = tmp_path / "state.json", tmp_path / "link.json"
+    path.write_bytes(b"old")
+    link.symlink_to(path)
+    files.replace_file(link, b"new", sync=True)
+    assert link.is_symlink()
+    assert path.read_bytes() == b"new"
+
+
 @pytest.mark.fleet
 async def test_a_stop_drains_the_proxy_first_though_the_disk_is_full(tmp_path: Path, disk: Disk) -> None:
     reported: list[str] = []
