@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
 from bench.cells.arenas import chosen_traces
 from bench.cells.options import Fleets, Growing, Jobs, Loads, Pools, Profile, Seeds, TraceDir, Traces
-from bench.figures.machine import machine
+from bench.figures.result_file import write_cells
 from bench.joint.cells import BASELINE, TRANSPORT, JointCell, JointWork, report
 from bench.joint.tables import harmed, summary_of
 from bench.tournament.results import GridCell
@@ -22,14 +20,6 @@ from sim.hardware import ProfileError, load_profile
 from sim.offline.setup import parsed_params
 
 SCHEMA = 1
-
-
-def _write(output: Path, cells: list[JointCell], setting: dict[str, object]) -> None:
-    """Keep what there is: a run takes long, and one that is interrupted has the cells that it finished."""
-    head = {"kind": "joint", "schema": SCHEMA, "machine": machine(), **setting}
-    lines = b",\n".join(map(msgspec.json.encode, cells))
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_bytes(msgspec.json.encode(head)[:-1] + b',"cells":[\n' + lines + b"\n]}\n")
 
 
 def main(
@@ -87,7 +77,7 @@ def main(
         for cell in processes.map(report, works):
             cells.append(cell)
             if output is not None:
-                _write(output, cells, setting)
+                write_cells(output, "joint", SCHEMA, setting, cells)
             ratios = cell.ratios
             typer.echo(
                 f"{cell.cell}, seed {cell.seed}: TTFT p90 {ratios.ttft_p90[0]:.2f}, mean E2E {ratios.e2e_mean[0]:.2f}, "

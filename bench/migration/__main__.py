@@ -7,11 +7,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
 
-import msgspec
 import typer
 
 from bench.cells.options import Growing, Loads, Pools, Seeds, TraceDir
-from bench.figures.machine import machine
+from bench.figures.result_file import write_cells
 from bench.migration.cells import MigrationCell, compared, profiles
 from bench.migration.tables import by_trace, effects, moved_turns
 from bench.tournament.arena import Arena
@@ -20,13 +19,6 @@ from bench.tournament.settings import TournamentError, read_settings
 
 SCHEMA = 1
 TRACES = ("glm_2h", "kct_v6", "mooncake", "miniswe")
-
-
-def _write(output: Path, cells: list[MigrationCell]) -> None:
-    head = {"kind": "migration", "schema": SCHEMA, "machine": machine()}
-    lines = b",\n".join(map(msgspec.json.encode, cells))
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_bytes(msgspec.json.encode(head)[:-1] + b',"cells":[\n' + lines + b"\n]}\n")
 
 
 def main(
@@ -48,7 +40,7 @@ def main(
                 cell = GridCell(trace=name, load=share, pool=hot_sets, fleet=fleet)
                 cells.append(compared(arena.stage(cell, number), priced))
                 if output is not None:
-                    _write(output, cells)
+                    write_cells(output, "migration", SCHEMA, {}, cells)
                 moved = ", ".join(f"{arm.price} {arm.arm} {arm.legs.hand_offs}" for arm in cells[-1].arms)
                 typer.echo(f"{cell}, seed {number}: hand-offs: {moved}", err=True)
         except TournamentError as error:
