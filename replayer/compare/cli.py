@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -65,13 +66,28 @@ SkipLast = Annotated[
     ),
 ]
 KeepAll = Annotated[bool, typer.Option("--keep-all", help="Leave nothing out at the start or the end.")]
+
+
+class ComparedClass(StrEnum):
+    """Requests to compare: one class by new tokens in the trace, or all."""
+
+    ALL = "ALL"
+    WARM = PlannedClass.WARM.value
+    MEDIUM = PlannedClass.MEDIUM.value
+    HEAVY = PlannedClass.HEAVY.value
+
+    @property
+    def only(self) -> PlannedClass | None:
+        """The class; None for all."""
+        return None if self is ComparedClass.ALL else PlannedClass(self.value)
+
+
 OnlyClass = Annotated[
-    PlannedClass | None,
+    ComparedClass,
     typer.Option(
         "--class",
         case_sensitive=False,
         help="Compare one class of requests only, by new tokens in the trace: WARM < 5,000 ≤ MEDIUM < 20,000 ≤ HEAVY.",
-        show_default="all",
     ),
 ]
 Clock = Annotated[str, typer.Option(help="Start of TTFT and E2E: when the request was sent, or when it was scheduled.")]
@@ -158,7 +174,7 @@ def compare_command(
     skip_first_s: SkipFirst = None,
     skip_last_s: SkipLast = None,
     keep_all: KeepAll = False,
-    only_class: OnlyClass = None,
+    only_class: OnlyClass = ComparedClass.ALL,
     clock: Clock = "sent",
     slo_ttft_s: SloTtft = None,
     slo_tpot_s: SloTpot = None,
@@ -201,7 +217,7 @@ def compare_command(
         clock=clock,
         slo=Slo(slo_ttft_s, slo_tpot_s, slo_e2e_s, slo_ttft_base_s, slo_ttft_per_1k_tokens_s, slo_tokens),
         assumed_floor=assumed_noise,
-        only_class=only_class,
+        only_class=only_class.only,
         trace=found_trace,
     )
     applied = ""

@@ -18,7 +18,7 @@ from replayer.compare.window import Window
 from replayer.records.classes import PlannedClass
 from replayer.traces.trace import Trace
 
-_PLAIN = ("clock", "skip_first_s", "skip_last_s", "resamples")
+_PLAIN = ("clock", "skip_first_s", "skip_last_s", "resamples", "only_class")
 _OBJECTIVES = tuple(field.name for field in fields(Slo))
 
 
@@ -56,6 +56,7 @@ class KeptSettings(msgspec.Struct, frozen=True, kw_only=True):
     skip_last_s: float | None = None
     resamples: int = 2000
     clock: Literal["sent", "scheduled"] = "sent"
+    only_class: PlannedClass | None = None
     slo: Slo = Slo()
 
     def applied(self, options: CompareOptions, given: Collection[str] = ()) -> CompareOptions:

@@ -102,8 +102,8 @@ def refuse_without_classes(arms: Sequence[ArmRuns]) -> None:
     older = [name for name, one in _names(arms) if any(each.own_prefix_tokens is None for each in one.run.records)]
     if older:
         raise ComparisonError(
-            f"--class needs the new tokens of each request by the trace, and records of {', '.join(older)} lack "
-            "own_prefix_tokens, as an older version wrote them. Replay or simulate again, or compare without --class."
+            f"a class needs the new tokens of each request by the trace, and records of {', '.join(older)} lack "
+            "own_prefix_tokens, as an older version wrote them. Replay or simulate again, or compare with --class all."
         )
 
 

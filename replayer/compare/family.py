@@ -253,7 +253,7 @@ def _refuse_empty(
     remedy = (
         f"the plan has {left_out:,} in what is left out at its start and end: --keep-all compares that"
         if left_out
-        else "give another --class"
+        else "give another class"
     )
     raise ComparisonError(
         f"no request in the compared part of the plan is of class {only} ({only.tokens}), but {' and '.join(others)}; "

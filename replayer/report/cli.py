@@ -15,8 +15,10 @@ from replayer.compare.cli import (
     AssumedFloor,
     Baseline,
     Clock,
+    ComparedClass,
     Force,
     KeepAll,
+    OnlyClass,
     Resamples,
     Runs,
     SameOption,
@@ -77,6 +79,7 @@ def report_command(
     skip_first_s: SkipFirst = None,
     skip_last_s: SkipLast = None,
     keep_all: KeepAll = False,
+    only_class: OnlyClass = ComparedClass.ALL,
     clock: Clock = "sent",
     assumed_noise: AssumedFloor = ASSUMED_FLOOR,
     force: Force = False,
@@ -112,6 +115,7 @@ def report_command(
         skip_last_s=0.0 if keep_all else skip_last_s,
         clock=clock,
         assumed_floor=assumed_noise,
+        only_class=only_class.only,
         trace=extras.trace,
     )
     applied = ""

@@ -12,6 +12,7 @@ from policies.offload.base import OffloadPlanner
 from policies.registry import make_admission, make_planner, make_routing
 from policies.routing.base import RoutingPolicy
 from policies.types import Role
+from replayer.records.classes import PlannedClass
 
 
 def is_recorded(info: ValidationInfo) -> bool:
@@ -317,5 +318,8 @@ class ComparisonSettings(Section):
     resamples: int = Field(default=2000, ge=1000, description="bootstrap resamples")
     clock: Literal["sent", "scheduled"] = Field(
         default="sent", description="times begin when the client sent the request, or when it was scheduled"
+    )
+    only_class: PlannedClass | None = Field(
+        default=None, description="only requests of this class by new tokens in the trace are compared; default: all"
     )
     slo: SloSettings = Field(default_factory=SloSettings, description="objectives for goodput")

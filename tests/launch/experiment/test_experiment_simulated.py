@@ -242,6 +242,7 @@ def test_compare_reads_every_setting_of_the_section_comparison() -> None:
             "skip_last_s": 2.0,
             "resamples": 3000,
             "clock": "scheduled",
+            "only_class": "WARM",
             "slo": {
                 "ttft_s": 0.1,
                 "tpot_s": 0.2,

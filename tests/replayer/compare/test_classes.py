@@ -18,6 +18,7 @@ from replayer.compare.statistics.tests import Verdict
 from replayer.records.classes import CLASSES, PlannedClass, classify, planned_class
 from replayer.records.runs import RequestRecord, Run
 from replayer.report.cli import register
+from tests.replayer.compare.conftest import MakeExperiment
 from tests.replayer.constructed_runs import make_run, write_run
 
 WARM, MEDIUM, HEAVY = PlannedClass
@@ -198,3 +199,31 @@ def test_the_option_in_any_case(tmp_path: Path) -> None:
     [found] = json.loads(invoke("--class", "Warm", "--keep-all", "--json"))
     assert found["class"]["requests"] == found["pairs"] == warm
     assert "error: no request in the compared part of the plan is of class HEAVY" in invoke("--class", "heavy")
+
+
+def test_an_experiments_class_is_that_of_compare_and_report_unless_an_option_is_given(
+    experiment: MakeExperiment, tmp_path: Path
+) -> None:
+    root = experiment(repeats=1, config={"comparison": {"only_class": "WARM"}})
+    for seed, arm in enumerate(("linear", "lmetric"), 1):
+        write_run(root / "arms" / arm / "1" / "run.jsonl", mixed(arm, noise_seed=seed))
+    app, page = typer.Typer(), tmp_path / "report.html"
+    register(app)
+
+    def invoke(command: str, *options: str) -> str:
+        result = CliRunner().invoke(app, [command, str(root), *options], env={"COLUMNS": "220"})
+        assert result.exit_code == 0, result.output
+        return " ".join(result.output.split())
+
+    marker = "Only requests of class WARM are compared"
+    shown = invoke("compare")
+    assert marker in shown
+    assert "Settings of the experiment: only_class WARM. Options override them." in shown
+    assert "Only requests of class MEDIUM are compared" in invoke("compare", "--class", "medium")
+    assert "only_class" not in invoke("compare", "--class", "medium")
+    assert "requests of class" not in invoke("compare", "--class", "all")
+    assert marker in invoke("report", "-o", str(page))
+    assert marker in page.read_text()
+    assert "Only requests of class MEDIUM are compared" in invoke("report", "-o", str(page), "--class", "MEDIUM")
+    assert marker not in invoke("report", "-o", str(page), "--class", "all")
+    assert "requests of class" not in page.read_text()
