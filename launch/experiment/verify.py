@@ -11,7 +11,7 @@ from launch.experiment.definition.file import ExperimentError, ExperimentSetting
 from launch.experiment.definition.inputs import TRACE_FILE
 from launch.experiment.definition.order import Slot, noise_seed, plan_runs
 from launch.experiment.records import state as states
-from launch.experiment.records.environment import ENVIRONMENT_FILE
+from launch.experiment.records.environment import ENVIRONMENT_FILE, unreadable
 from launch.experiment.records.freshness import Known, SimulatedProof, read_proof
 from launch.experiment.records.intact import damage
 from launch.experiment.records.record import ARM_FILE, ArmRecord
@@ -75,6 +75,9 @@ def _check_whole(directory: Path, state: ExperimentState, found: Findings) -> No
         found.problems.append(f"the experiment is {state.state}{alive}, not done")
     if not (directory / ENVIRONMENT_FILE).is_file():
         found.problems.append(f"{ENVIRONMENT_FILE} is missing")
+    elif reason := unreadable(directory / ENVIRONMENT_FILE):
+        remedy = "`warmroute experiment run --resume` writes one of the conditions of now"
+        found.problems.append(f"{ENVIRONMENT_FILE} is {reason}; {remedy}")
     config = directory / CONFIG_FILE
     if not config.is_file():
         found.problems.append(f"{CONFIG_FILE} is missing")

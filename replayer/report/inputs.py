@@ -279,7 +279,12 @@ def with_rows(arm: Arm, rows: Sequence[BreakdownRow], source: str) -> Arm:
 
 def read_environment(directory: Path) -> Mapping[str, Any] | None:
     """The machine and the versions an experiment ran on; None where it did not keep them."""
-    return _read_json(directory / ENVIRONMENT_FILE)
+    try:
+        return _read_json(directory / ENVIRONMENT_FILE)
+    except ReportError as error:
+        raise ReportError(
+            f"{error}; remove it to report without the machine and its versions, or restore it from a copy"
+        ) from error
 
 
 def _read_json(path: Path) -> Mapping[str, Any] | None:

@@ -24,6 +24,8 @@ from replayer.traces.trace import Trace, TraceError
 from warmroute_yaml import hardware_file, hardware_names
 
 TRACE_FILE = "trace.jsonl"
+TRACE_MADE = "trace as replayed"
+"""Kind of that file among the inputs' hashes."""
 _PROJECT = Path(__file__).resolve().parents[3]
 _PROBE_REQUESTS = 256
 _MODULE = "module "
@@ -155,10 +157,10 @@ def prepare(experiment: LoadedExperiment, directory: Path) -> Inputs:
         made = directory / TRACE_FILE
         if not made.exists():
             bailian.write(made, trace.requests)
-        files["trace as replayed"] = file_sha256(made)
+        files[TRACE_MADE] = file_sha256(made)
     except TraceError as error:
         raise ExperimentError(f"trace: {error}") from error
-    return Inputs(made, files["trace as replayed"], fleets, files)
+    return Inputs(made, files[TRACE_MADE], fleets, files)
 
 
 def fleet_sha256(fleet: FleetFile) -> str:

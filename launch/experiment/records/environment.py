@@ -25,6 +25,7 @@ from launch.doctor.probes.python import ask_python
 from launch.engines.vllm import resolve_python
 from launch.fleet.file import FleetFile
 from launch.hardware.gpus import GpuInventory, read_inventory
+from replayer.records.json_errors import BAD_JSON
 from replayer.records.version import installed_version
 
 ENVIRONMENT_FILE = "environment.json"
@@ -173,6 +174,19 @@ def capture(files: Mapping[str, str], fleets: Iterable[FleetFile], command: list
         files=dict(files),
         command=command,
     )
+
+
+def unreadable(path: Path) -> str:
+    """Reason why a file is no record of an environment, of whatever version; empty for one that is.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    try:
+        msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except BAD_JSON as error:
+        return f"not a JSON object ({error})"
+    return ""
 
 
 def software(fleets: Iterable[FleetFile]) -> Software:

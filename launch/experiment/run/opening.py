@@ -11,11 +11,11 @@ from typing import Any
 
 from launch.experiment.definition.file import ExperimentError, LoadedExperiment, parse_experiment
 from launch.experiment.definition.fleets import clock_scale
-from launch.experiment.definition.inputs import TRACE_FILE, Inputs, prepare
+from launch.experiment.definition.inputs import TRACE_FILE, TRACE_MADE, Inputs, prepare
 from launch.experiment.definition.order import plan_runs
 from launch.experiment.definition.sections import SloSettings
 from launch.experiment.records import state as states
-from launch.experiment.records.environment import ENVIRONMENT_FILE, capture
+from launch.experiment.records.environment import ENVIRONMENT_FILE, capture, unreadable
 from launch.experiment.records.intact import damage
 from launch.experiment.records.state import CONFIG_FILE, STATE_FILE, ExperimentState
 from launch.run.files import replace_file
@@ -101,12 +101,15 @@ def reopen_experiment(experiment: LoadedExperiment, directory: Path) -> tuple[Ex
     changes = states.config_changes(_as_accepted_now(state.config), experiment.config)
     if changes:
         raise _changed(directory, changes)
+    made = directory / TRACE_FILE
+    kept = made.exists()
     inputs = prepare(experiment, directory)
     texts = {"experiment", "fleet"}  # their texts; their contents are compared as the settings and the arms' fleets
     for name in sorted((state.files.keys() | inputs.files.keys()) - texts):
         before, now = state.files.get(name), inputs.files.get(name)
         if before != now:
-            changes.append(f"{name}: its SHA-256 was {_short(before)}, now {_short(now)}")
+            remedy = f"; remove {made}, and it is made again" if name == TRACE_MADE and kept else ""
+            changes.append(f"{name}: its SHA-256 was {_short(before)}, now {_short(now)}{remedy}")
     if changes:
         raise _changed(directory, changes)
     for run in state.runs:
@@ -130,9 +133,11 @@ def restore(experiment: LoadedExperiment, directory: Path, state: ExperimentStat
         if damaged and experiment.sha256 == state.config_sha256:
             replace_file(config, experiment.text.encode())
             yield f"{CONFIG_FILE} was lost or changed; it is the experiment's file again"
-        if not environment.is_file():
+        lost = not environment.is_file()
+        if lost or unreadable(environment):
             states.write_json(environment, capture(inputs.files, inputs.fleets.values(), sys.argv))
-            yield f"{ENVIRONMENT_FILE} was lost; the new one has the conditions of now, not of the earlier runs"
+            was = "lost" if lost else "damaged"
+            yield f"{ENVIRONMENT_FILE} was {was}; the new one has the conditions of now, not of the earlier runs"
     except OSError as error:
         raise ExperimentError(f"{error.filename or directory}: {error.strerror}") from error
 

@@ -69,6 +69,30 @@ def test_lost_files_of_the_experiment_itself_are_written_again(tmp_path: Path) -
     assert verify(directory).problems == []
 
 
+@pytest.mark.usefixtures("leaves_nothing")
+def test_a_damaged_environment_and_a_changed_trace_are_reported_with_the_remedy(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    assert run(tmp_path, repeats=1).exit_code == 0
+    noted, trace = directory / "environment.json", directory / "trace.jsonl"
+    noted.write_bytes(noted.read_bytes()[:100])
+    [problem] = verify(directory).problems
+    assert problem.startswith("environment.json is not a JSON object (")
+    assert "`warmroute experiment run --resume`" in problem
+    stored = trace.read_bytes()
+    trace.write_bytes(stored + b"\n")
+
+    refused = run(tmp_path, "--resume", repeats=1)
+
+    assert refused.exit_code == 2
+    assert f"; remove {trace}, and it is made again" in "".join(refused.output.splitlines())
+    trace.unlink()
+    resumed = run(tmp_path, "--resume", repeats=1)
+    assert resumed.exit_code == 0, resumed.output
+    assert "environment.json was damaged; the new one has the conditions of now" in resumed.output
+    assert trace.read_bytes() == stored
+    assert verify(directory).problems == []
+
+
 OWN = """
 from dataclasses import dataclass
 

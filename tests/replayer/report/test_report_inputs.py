@@ -316,6 +316,17 @@ def test_a_report_does_not_overwrite_what_it_is_made_from(app: typer.Typer, expe
     assert (experiment / name).read_bytes() == before
 
 
+def test_an_environment_that_is_cut_is_refused_with_the_remedy(app: typer.Typer, experiment: Path) -> None:
+    path = experiment / "environment.json"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:20])
+    result = CliRunner().invoke(app, ["report", str(experiment), "--output", str(experiment / "page.html")])
+    path.write_bytes(whole)
+    assert result.exit_code == 2
+    assert "environment.json: not a JSON object" in result.output
+    assert "remove it to report without the machine" in " ".join(result.output.split())
+
+
 def test_a_report_does_not_overwrite_files_that_its_options_name(app: typer.Typer, tmp_path: Path) -> None:
     paths = [write_run(tmp_path / f"{number}.jsonl", make_run(noise_seed=number)) for number in range(4)]
     rows = tmp_path / "rows.jsonl"
