@@ -51,11 +51,6 @@ class EfaInstance:
     peak_write_bytes_per_s: float | None
     """None: not published."""
 
-    @property
-    def line_bytes_per_s(self) -> float:
-        """Line rate of all adapters together."""
-        return self.nics * self.gbit_per_nic * 1e9 / 8
-
 
 EFA_INSTANCES = (
     EfaInstance("p5.48xlarge", "efa-p5", "H100", 32, 100, 388.90e9),

@@ -23,11 +23,6 @@ class Insertion(NamedTuple):
     serial: int
     """Number of the insertion; a block carries that of the last one that used it."""
 
-    @property
-    def new_blocks(self) -> tuple[int, ...]:
-        """Blocks the instance did not hold before."""
-        return tuple(self.hashes[self.held :])
-
 
 class PrefixIndex:
     """Chained block hashes to holders: a radix tree per instance (`policies.predict.prefix_tree`).

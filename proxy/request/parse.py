@@ -28,7 +28,7 @@ from proxy.request.generation_body import (
 )
 from proxy.request.media import may_have_media, without_media
 from proxy.request.outline import TooManyMembersError, members_of
-from proxy.request.steps import Steps, at_once
+from proxy.request.steps import Steps
 from proxy.request.token_chunks import MAX_BLOCKS, TokenChunks
 
 AT_ONCE_BYTES = 512 * 1024
@@ -133,20 +133,6 @@ class ParseRules(NamedTuple):
 
 _decode_ids = msgspec.json.Decoder(list[int]).decode
 _decode_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
-
-
-def parse_request(
-    endpoint: Endpoint,
-    body: bytes,
-    block_tokens: int,
-    text_block_bytes: int,
-    is_base_model: Callable[[str], bool] = lambda _: False,
-    chunks: TokenChunks | None = None,
-    seed: int = 0,
-) -> Parsed:
-    """Parse one request body at once; arguments and errors as of ``parse_steps``."""
-    rules = ParseRules(block_tokens, text_block_bytes, seed=seed)
-    return at_once(parse_steps(endpoint, body, rules, is_base_model, TokenChunks(1) if chunks is None else chunks))
 
 
 def parse_steps(

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from proxy.errors import RequestError
 from proxy.request.bodies import decode_leg, extended, prefill_leg
-from proxy.request.parse import Endpoint, Parsed, parse_request, request_view
+from proxy.request.parse import Endpoint, Parsed, request_view
 from tests.chaos.rig.profiles import fuzz
+from tests.proxy.request.parsing import parse_request
 
 FIELDS = [
     *("model", "prompt", "messages", "tools", "stream", "stream_options", "max_tokens", "max_completion_tokens"),

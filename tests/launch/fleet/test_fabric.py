@@ -190,7 +190,7 @@ def test_every_instance_type_has_a_fleet_file_that_names_its_adapters_and_that_i
         assert f"(8 {one.gpu}) host: {one.nics} EFA adapters of {one.gbit_per_nic} Gbit/s." in text
         assert "Untested on such hardware" in text
         assert yaml.safe_load(text)["vllm"]["transfer"] == {"protocol": "efa"}
-        assert one.peak_write_bytes_per_s is None or one.peak_write_bytes_per_s < one.line_bytes_per_s
+        assert one.peak_write_bytes_per_s is None or one.peak_write_bytes_per_s < one.nics * one.gbit_per_nic / 8 * 1e9
     assert instances_with(32) == ("p5.48xlarge", "p5e.48xlarge")
     assert instances_with(3) == ()
 
@@ -199,7 +199,7 @@ def test_the_page_has_the_instances_variables_and_commands_of_the_code() -> None
     text = (FLEETS.parents[1] / "docs" / "efa-rdma.md").read_text(encoding="utf-8")
     for one in EFA_INSTANCES:
         peak = "–" if one.peak_write_bytes_per_s is None else f"{one.peak_write_bytes_per_s / 1e9:.0f} GB/s"
-        rates = f"{one.nics} × {one.gbit_per_nic} Gbit/s | {one.line_bytes_per_s / 1e9:.0f} GB/s | {peak}"
+        rates = f"{one.nics} × {one.gbit_per_nic} Gbit/s | {one.nics * one.gbit_per_nic / 8:.0f} GB/s | {peak}"
         assert f"| {one.name} | 8 {one.gpu} | {rates} | `{one.fleet}` |" in text
     for command in (bench_sizes(16).command(), bench_sizes(16).command("HOST:PORT")):
         assert f"$ {' '.join(command)}\n" in text

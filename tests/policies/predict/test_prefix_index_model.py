@@ -63,7 +63,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.model)))
         insertion = self.index.insert(name, hashes)
         self.insertions.append(insertion)
-        assert list(insertion.new_blocks) == self.model[name].insert(hashes, insertion.serial)
+        assert hashes[insertion.held :] == self.model[name].insert(hashes, insertion.serial)
 
     @precondition(lambda self: self.insertions)
     @rule(data=st.data())
@@ -72,7 +72,8 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         self.index.retract(insertion)
         model = self.model.get(insertion.instance)
         if model:
-            mine = {block for block in insertion.new_blocks if model.touched_by.get(block) == insertion.serial}
+            new = insertion.hashes[insertion.held :]
+            mine = {block for block in new if model.touched_by.get(block) == insertion.serial}
             model.blocks = [block for block in model.blocks if block not in mine]
 
     @precondition(lambda self: self.model)

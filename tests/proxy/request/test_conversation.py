@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from policies.types import RequestView
 from proxy.errors import RequestError
 from proxy.request.conversation import plain_text_blocks, without_cache_marks
-from proxy.request.parse import Endpoint, parse_request, request_view
+from proxy.request.parse import Endpoint, request_view
 from proxy.request.steps import at_once
+from tests.proxy.request.parsing import parse_request
 
 MARK = {"cache_control": {"type": "ephemeral"}}
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from proxy.request.media import MIN_MEDIA_BYTES, STAND_IN_BYTES, may_have_media, without_media
-from proxy.request.parse import Endpoint, Prompt, parse_request
+from proxy.request.parse import Endpoint, Prompt
+from tests.proxy.request.parsing import parse_request
 
 URI = "data:image/png;base64,"
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from policies.predict.blocks import hash_token_blocks
 from proxy.errors import RequestError
-from proxy.request.parse import Endpoint, Prompt, parse_request
+from proxy.request.parse import Endpoint, Prompt
 from proxy.request.token_chunks import CHUNK_BYTES, TokenChunks
+from tests.proxy.request.parsing import parse_request
 
 ROOT = 7
 SPELLINGS = st.sampled_from([(", ", ": "), (",", ":"), (" ,\n", ":")])

@@ -7,10 +7,11 @@ import json
 import random
 from typing import Any
 
-from proxy.request.parse import Endpoint, Parsed, parse_request
+from proxy.request.parse import Endpoint, Parsed
 from proxy.resume.continuation import Cut, StreamSoFar
 from proxy.resume.plan import ResumePlan, body_to_send, choose_cut, continuation_body, plan_resume
 from proxy.resume.splice import Splice
+from tests.proxy.request.parsing import parse_request
 from tests.proxy.tokens.engine import TokenEngine
 
 GREEDY = {"model": "stub", "prompt": "hello", "stream": True, "temperature": 0, "max_tokens": 30}

@@ -8,9 +8,10 @@ import pytest
 
 from proxy.errors import RequestError
 from proxy.fleet.instances import Instance, Instances
-from proxy.request.parse import Endpoint, Prompt, parse_request
+from proxy.request.parse import Endpoint, Prompt
 from proxy.routing.stored_responses import StoredResponses
 from proxy.settings import HealthSettings, InstanceSettings, ResponseSettings
+from tests.proxy.request.parsing import parse_request
 
 PROMPT = Prompt([1, 2, 3], 0, 3 * 1024)
 

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.request.parse import Endpoint, parse_request
+from proxy.request.parse import Endpoint
 from proxy.sessions.kept_turn import MAX_BLOCKS, SAMPLE_BYTES, keep
 from proxy.sessions.killer_rules import REMEDIES, KillerRule, classes
 from proxy.sessions.turn_texts import turn_text
+from tests.proxy.request.parsing import parse_request
 from tests.proxy.sessions.turns import BLOCK_BYTES, Messages, Watch, billing_line, conversation, parsed_chat, words
 
 TOOLS = [{"type": "function", "function": {"name": f"t{n}", "description": words(20, n)}} for n in range(6)]

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.request.parse import Endpoint, parse_request
+from proxy.request.parse import Endpoint
 from proxy.sessions.kept_turn import TurnText
 from proxy.sessions.prefix_chain import PrefixChains
 from proxy.sessions.turn_texts import turn_text
 from tests.proxy.conftest import StartProxy
+from tests.proxy.request.parsing import parse_request
 from tests.proxy.sessions.turns import BLOCK_BYTES, Messages, conversation, words
 
 SYSTEM = words(400, 5)

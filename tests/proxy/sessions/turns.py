@@ -7,9 +7,10 @@ import random
 from typing import Any
 
 from policies.row import RequestOutcome, Row
-from proxy.request.parse import Endpoint, Parsed, parse_request
+from proxy.request.parse import Endpoint, Parsed
 from proxy.sessions.cache_killers import CacheKiller, CacheKillers
 from proxy.settings import CacheKillerSettings
+from tests.proxy.request.parsing import parse_request
 
 BLOCK_BYTES = 1024
 Messages = list[dict[str, Any]]

@@ -8,10 +8,11 @@ import pytest
 from policies.admission.gate import Room
 from policies.types import RequestView
 from proxy.access.quotas import KeyLimitError
-from proxy.request.parse import Endpoint, Prompt, parse_request
+from proxy.request.parse import Endpoint, Prompt
 from proxy.sharing.drains import DrainMarks
 from proxy.sharing.wire import DrainMark, HeldReport, KeyReport, LoadReport, Message, Pin, WireError, decode
 from tests.policies.builders import decision_for
+from tests.proxy.request.parsing import parse_request
 from tests.proxy.sharing.side import UNIX_S, Side
 
 
