@@ -76,7 +76,7 @@ async def served(
         timeout_graceful_shutdown=_GRACE_S,
         ssl_context_factory=None if context is None else lambda _config, _default: context,
     )
-    server = BoundedServer(config, handshake_s)
+    server = BoundedServer(config, handshake_s, bounds.refused_handshake)
     # Signals are handled by the main listener; this server stops with it.
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
     task = asyncio.create_task(server.serve(sockets=[bound]), name="admin-listener")

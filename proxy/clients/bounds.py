@@ -6,6 +6,7 @@ import logging
 import resource
 from collections import Counter
 
+from proxy.clients.handshakes import Refusal
 from proxy.errors import RequestError
 from proxy.logs import LimitedLog
 from proxy.settings import Settings
@@ -72,6 +73,11 @@ class ClientBounds:
         code = error.code or str(error.status)
         self.turned_away[code] += 1
         self.refusals.warning(code, "refused data from %s: %d %s", peer, error.status, error.message)
+
+    def refused_handshake(self, reason: Refusal, peer: str, text: str) -> None:
+        """Count and log a refused TLS handshake."""
+        self.turned_away[reason.value] += 1
+        self.refusals.warning(reason.value, "refused the TLS handshake of %s: %s", peer, text)
 
     def no_room(self) -> RequestError:
         """Error for a body that all others leave no room for; counted."""

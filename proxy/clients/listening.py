@@ -8,10 +8,13 @@ import logging
 import os
 import socket
 import sys
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, cast
 
 import uvicorn
+
+from proxy.clients.handshakes import OnRefused, TlsListener
 
 log = logging.getLogger("uvicorn.error")
 
@@ -32,15 +35,20 @@ class BoundedServer(uvicorn.Server):
     Args:
         config: uvicorn's.
         handshake_s: bound on a TLS handshake, in seconds.
+        on_refused: called for each TLS handshake that is refused.
         shared_port: other processes listen on the address too, and the kernel spreads the connections.
     """
 
-    def __init__(self, config: uvicorn.Config, handshake_s: float, *, shared_port: bool = False) -> None:
+    def __init__(
+        self, config: uvicorn.Config, handshake_s: float, on_refused: OnRefused, *, shared_port: bool = False
+    ) -> None:
         super().__init__(config)
         self._handshake_s = handshake_s
+        self._on_refused = on_refused
         self._shared_port = shared_port
         self._protocol: Any = None
         self._tls: dict[str, Any] = {}
+        self._secure: list[TlsListener] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start the application, then listen; ends the process if either fails, like uvicorn."""
@@ -61,12 +69,18 @@ class BoundedServer(uvicorn.Server):
                 "ssl_handshake_timeout": self._handshake_s,
                 "ssl_shutdown_timeout": _CLOSE_S,
             }
-        options: dict[str, Any] = {"backlog": config.backlog, **self._tls}
+        options: dict[str, Any] = {"backlog": config.backlog}
         try:
             if sockets is None:
                 if self._shared_port:
                     options["reuse_port"] = True
-                self.servers = [await loop.create_server(self._protocol, config.host, config.port, **options)]
+                server = await loop.create_server(
+                    self._protocol, config.host, config.port, start_serving=not self._tls, **options
+                )
+                self.servers = [server]
+                if self._tls:
+                    self.servers = [self._secured(_copies([server]))]
+                    server.close()
             else:
                 self.servers = [await self._listen(each, options) for each in sockets]
         except OSError as error:
@@ -83,31 +97,51 @@ class BoundedServer(uvicorn.Server):
         The kernel resets those that nobody has fetched when a listener closes. Their clients may have sent a request,
         which a load balancer must not send again.
         """
-        listening = [socket.socket(fileno=os.dup(each.fileno())) for server in self.servers for each in server.sockets]
+        listening = _copies(self.servers)
         for server in (*self.servers, *(sockets or ())):
             server.close()
-        accepted: list[socket.socket] = []
+        accepted: list[tuple[socket.socket, Any]] = []
         for each in listening:
             each.setblocking(False)
             with contextlib.suppress(OSError), each:  # it has no more, or there are no descriptors
                 for _ in range(self.config.backlog + 1):  # as many as wait: more may come all the time
-                    accepted.append(each.accept()[0])
-        if accepted:
-            tasks = [asyncio.create_task(self._take(each)) for each in accepted]
-            try:
-                await asyncio.wait(tasks, timeout=_LAST_HANDSHAKES_S)
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+                    accepted.append(each.accept())
+        if self._secure:
+            for connection, address in accepted:
+                self._secure[0].take(connection, address)
+            await self._end_handshakes(_LAST_HANDSHAKES_S)
+        else:
+            await asyncio.gather(*(self._take(connection) for connection, _ in accepted))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Shut down as uvicorn does, handshakes included."""
+        await super().shutdown(sockets)
+        await self._end_handshakes(0.0)
+
+    async def _end_handshakes(self, timeout_s: float) -> None:
+        await asyncio.gather(*(each.end(timeout_s) for each in self._secure))
 
     async def _take(self, accepted: socket.socket) -> None:
         accepted.setblocking(False)
-        with contextlib.suppress(OSError):  # the client is gone, or its handshake failed
-            await asyncio.get_running_loop().connect_accepted_socket(self._protocol, accepted, **self._tls)
+        with contextlib.suppress(OSError):  # the client is gone
+            await asyncio.get_running_loop().connect_accepted_socket(self._protocol, accepted)
+
+    def _secured(self, sockets: list[socket.socket]) -> asyncio.Server:
+        """Listener over TLS on bound sockets, which it closes at its end."""
+        for each in sockets:
+            each.listen(self.config.backlog)
+        self._secure.append(TlsListener(sockets, self._protocol, self._tls, self._on_refused))
+        return cast(asyncio.Server, self._secure[-1])
 
     async def _listen(self, bound: socket.socket, options: dict[str, Any]) -> asyncio.Server:
         loop = asyncio.get_running_loop()
         if bound.family == socket.AF_UNIX:
             return await loop.create_unix_server(self._protocol, sock=bound, **options)
+        if self._tls:
+            return self._secured([bound.dup()])
         return await loop.create_server(self._protocol, sock=bound, **options)
+
+
+def _copies(servers: Iterable[asyncio.Server]) -> list[socket.socket]:
+    """Further descriptors of the listening sockets, which stay open when their servers close."""
+    return [socket.socket(fileno=os.dup(each.fileno())) for server in servers for each in server.sockets]

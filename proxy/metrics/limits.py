@@ -116,7 +116,7 @@ class LimitMetrics(Collector):
         yield turned_away
         invalid = CounterMetricFamily(
             "warmroute_client_errors",
-            "Refusals of data that became no row of the records, by error code",
+            "Refusals of data that became no row of the records, TLS handshakes included, by error code",
             labels=["code"],
         )
         for code, count in sorted(clients.turned_away.items()):

@@ -37,7 +37,8 @@ class ProxyServer(BoundedServer):
     """Serves one core's application until a signal ends it."""
 
     def __init__(self, config: uvicorn.Config, core: Core, on_hangup: Callable[[], None]) -> None:
-        super().__init__(config, core.settings.tls.handshake_s, shared_port=core.worker is not None)
+        handshake_s, shared = core.settings.tls.handshake_s, core.worker is not None
+        super().__init__(config, handshake_s, core.clients.refused_handshake, shared_port=shared)
         self._core = core
         self.on_listening: Callable[[], None] = _ignore
         """Called when the main listener listens."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ssl
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,48 @@ async def test_plain_http_and_unknown_authorities_get_nowhere(
     # None of these affects well-behaved clients.
     async with secure(proxy, certificates.trusting()) as client:
         assert (await client.get("/ready")).status_code == 200
+
+
+async def test_a_refused_handshake_is_logged_with_its_peer_and_counted(
+    start_proxy: StartProxy, certificates: Certificates, caplog: pytest.LogCaptureFixture
+) -> None:
+    proxy = await start_proxy(1, tls=tls(certificates, client_ca=certificates.ca), admin={"port": 0})
+    assert proxy.core.admin_port is not None
+    bounds = proxy.core.clients
+    counted: dict[str, int] = {}
+
+    async def refused(code: str, text: str, scheme: str, trust: ssl.SSLContext) -> None:
+        for port in (int(proxy.url.rsplit(":", 1)[1]), proxy.core.admin_port):
+            caplog.clear()
+            bounds.refusals._logged_s = float("-inf")  # as if the interval were over
+            # Like curl, and unlike asyncio, it sends its alerts.
+            with httpx.Client(verify=trust, trust_env=False, timeout=20) as client, pytest.raises(httpx.TransportError):
+                await asyncio.to_thread(client.get, f"{scheme}://127.0.0.1:{port}/health")
+            counted[code] = counted.get(code, 0) + 1
+            await proxy.until(lambda: bounds.turned_away == counted)
+            [line] = [each.getMessage() for each in caplog.records if each.name == "warmroute.clients"]
+            assert line.startswith("refused the TLS handshake of 127.0.0.1: ")
+            assert text in line
+
+    expired, stranger, distrustful = certificates.trusting(), certificates.trusting(), ssl.create_default_context()
+    yesterday = datetime.now(UTC) - timedelta(days=1)
+    certificates.authority.issue_cert("agent", not_after=yesterday).configure_cert(expired)
+    trustme.CA().issue_cert("agent").configure_cert(stranger)
+    await refused("tls_plain_http", "use https://", "http", certificates.trusting())
+    await refused("tls_no_client_certificate", "tls.client_ca", "https", certificates.trusting())
+    await refused("tls_client_certificate", "certificate has expired", "https", expired)
+    bounds.turned_away.clear()
+    counted.clear()
+    await refused("tls_client_certificate", "certificate is not accepted", "https", stranger)
+    await refused("tls_refused_by_client", "unknown ca", "https", distrustful)
+    # A check that only opens the port is no refusal.
+    _, writer = await asyncio.open_connection("127.0.0.1", proxy.core.admin_port)
+    writer.close()
+    certificates.authority.issue_cert("agent").configure_cert(trusted := certificates.trusting())
+    async with secure(proxy, trusted, proxy.core.admin_port) as client:
+        metrics = (await client.get("/metrics")).text
+    assert 'warmroute_client_errors_total{code="tls_refused_by_client"} 2.0' in metrics
+    assert bounds.turned_away == counted
 
 
 async def test_old_versions_of_tls_are_not_spoken(start_proxy: StartProxy, certificates: Certificates) -> None:
@@ -235,6 +278,7 @@ async def test_handshakes_that_stall_are_ended(start_proxy: StartProxy, certific
                     await asyncio.wait_for(ending, 20)
             finally:
                 writer.close()
+    await proxy.until(lambda: proxy.core.clients.turned_away == {"tls_timeout": 4})
     async with secure(proxy, certificates.trusting()) as client, asyncio.timeout(30):
         while True:
             # On a slow machine this handshake may last too long as well.

@@ -24,7 +24,7 @@ async def listening(**options: Any) -> tuple[BoundedServer, Any]:
     """A server that listens, and its address."""
     config = uvicorn.Config(app, host="127.0.0.1", port=0, lifespan="off", log_level="error", **options)
     config.load()
-    server = BoundedServer(config, handshake_s=60.0)
+    server = BoundedServer(config, 60.0, lambda *_: None)
     server.lifespan = config.lifespan_class(config)
     await server.startup()
     return server, server.servers[0].sockets[0].getsockname()
