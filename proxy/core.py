@@ -38,6 +38,7 @@ from proxy.meters.meters import Meters
 from proxy.metrics.access_log import AccessLogMetrics
 from proxy.metrics.admission import AdmissionMetrics
 from proxy.metrics.cache_killers import CacheKillerMetrics
+from proxy.metrics.certificate import CertificateMetrics
 from proxy.metrics.exporter import Metrics
 from proxy.metrics.fleet.discovery import DiscoveryMetrics
 from proxy.metrics.fleet.sharing import SharingMetrics
@@ -148,6 +149,7 @@ class Core:
         self.retries = RetryBudget(settings.limits)
         self.clients = ClientBounds(settings)
         self.certificate = ListenerCertificate(settings.tls)
+        CertificateMetrics(self.metrics.registry, self.certificate)
         self.cors = Cors(settings.cors)
         self.other_paths = OtherPaths(settings.pass_through.paths)
         self.versions = EngineVersions(self.instances, self.get)

@@ -55,6 +55,7 @@ _RULES = {
         *("process_max_fds", "process_start_time_seconds", "warmroute_condition"),
         *("warmroute_discovery_last_read_timestamp_seconds", "warmroute_exact_index_trusted"),
         *("warmroute_instance_healthy", "warmroute_shared_state_linked"),
+        "warmroute_tls_certificate_not_after_timestamp_seconds",
     ),
     GaugeRule.MEAN: ("warmroute_hit_loss_ratio", "warmroute_hit_ratio"),
 }

@@ -89,6 +89,7 @@ HEALTHY = {
     of("warmroute_hold_seconds_count", end="at_bound"): "0+0.5x60",
     of("warmroute_event_loop_late_seconds"): "0.2x60",
     of("warmroute_policy_failures_total", part="policy", name="mine"): "4x60",
+    of("warmroute_tls_certificate_not_after_timestamp_seconds"): f"{15 * 86400}x60",
     **hits("0+800x60", "0+1000x60"),
     of("warmroute_recomputation_ratio"): "0.05x60",
     of("warmroute_exact_index_trusted", instance="e0"): "1x60",
@@ -270,6 +271,12 @@ SYMPTOMS = {
     "the loop is late": Symptom({"WarmrouteEventLoopLate"}, {of("warmroute_event_loop_late_seconds"): "0x40 3x20"}),
     "a policy fails": Symptom(
         {"WarmroutePolicyFailing"}, {of("warmroute_policy_failures_total", part="policy", name="mine"): "0x50 0+1x10"}
+    ),
+    "a certificate is not renewed": Symptom(
+        {"WarmrouteCertificateExpires"}, {of("warmroute_tls_certificate_not_after_timestamp_seconds"): "1200000x60"}
+    ),
+    "a certificate has expired": Symptom(
+        {"WarmrouteCertificateExpires"}, {of("warmroute_tls_certificate_not_after_timestamp_seconds"): "60x60"}
     ),
     "a worker hangs": Symptom(
         {"WarmrouteWorkerHung"}, {of("warmroute_worker_restarts_total", worker="1", reason="hung"): "0x50 1x10"}

@@ -15,6 +15,7 @@ import pytest
 import trustme
 from aiohttp import web
 
+from proxy.clients.certificate_end import chain_end_unix_s
 from proxy.engines.upstream import UpstreamError
 from proxy.settings import SettingsError, TlsSettings, load_settings
 from tests.proxy.conftest import Running, StartProxy
@@ -228,6 +229,59 @@ async def test_a_certificate_without_its_key_yet_changes_nothing(
     assert await shown(certificates, port) == on_disk(certificates) != before
 
 
+@pytest.mark.parametrize(
+    ("days", "text"),
+    [
+        (-1.5, "has expired: clients refuse it"),
+        (5.5, "expires in 5 day(s)"),
+        (13.5, "expires in 13 day(s)"),
+        (20, None),
+    ],
+)
+async def test_the_end_of_a_certificate_is_warned_of_and_measured(
+    start_proxy: StartProxy,
+    certificates: Certificates,
+    caplog: pytest.LogCaptureFixture,
+    days: float,
+    text: str | None,
+) -> None:
+    end = (datetime.now(UTC) + timedelta(days=days)).replace(microsecond=0)
+    renew(certificates, not_after=end)
+    proxy = await start_proxy(1, tls=tls(certificates))
+
+    def warnings() -> list[str]:
+        return [each.getMessage() for each in caplog.records if each.levelname == "WARNING" and "TLS: " in each.msg]
+
+    proxy.core.certificate.look()  # the second one: the day has been warned of
+    expected = f"TLS: the certificate in {certificates.certificate} {text} ({end.isoformat()}); renew it in its file"
+    assert warnings() == [expected] * (text is not None)
+    metric = "warmroute_tls_certificate_not_after_timestamp_seconds"
+    registry = proxy.core.metrics.registry
+    assert registry.get_sample_value(metric) == end.timestamp()
+    # A renewed one that ends soon as well is warned of when it is read.
+    later = end + timedelta(seconds=2)
+    renew(certificates, not_after=later)
+    proxy.core.certificate.look()
+    assert registry.get_sample_value(metric) == later.timestamp()
+    assert len(warnings()) == 2 * (text is not None)
+    renew(certificates)
+    proxy.core.certificate.look()
+    ends = registry.get_sample_value(metric)
+    assert ends is not None
+    assert ends > later.timestamp()
+    assert len(warnings()) == 2 * (text is not None)
+
+
+def test_the_earliest_end_of_a_chain_counts(tmp_path: Path) -> None:
+    chain, ends = tmp_path / "chain.pem", [datetime(year, 3, 1, tzinfo=UTC) for year in (2040, 2031, 2055)]
+    for end in ends:
+        trustme.CA().issue_cert("a.test", not_after=end).cert_chain_pems[0].write_to_path(chain, append=True)
+    assert chain_end_unix_s(chain) == ends[1].timestamp()
+    chain.write_text("-----BEGIN CERTIFICATE-----\nMAMCAQU=\n-----END CERTIFICATE-----\n")
+    assert chain_end_unix_s(chain) is None
+    assert chain_end_unix_s(tmp_path / "none.pem") is None
+
+
 async def test_files_that_become_readable_later_are_taken(
     start_proxy: StartProxy, certificates: Certificates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -376,9 +430,9 @@ def test_unusable_files_are_named(certificates: Certificates, tmp_path: Path) ->
         assert says in str(caught.value)
 
 
-def renew(certificates: Certificates, *, with_key: bool = True) -> bytes:
+def renew(certificates: Certificates, *, with_key: bool = True, not_after: datetime | None = None) -> bytes:
     """Write another certificate of the authority to the files, and its key, which is returned."""
-    issued = certificates.authority.issue_cert("127.0.0.1", "localhost")
+    issued = certificates.authority.issue_cert("127.0.0.1", "localhost", not_after=not_after)
     key = issued.private_key_pem.bytes()
     if with_key:
         certificates.key.write_bytes(key)
