@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -67,6 +68,10 @@ def serve(
     Settings come from --config, then WARMROUTE_ environment variables, then these flags; the later wins. With --check
     nothing is served: the exit status is 0 if every engine can be used, 1 if not, 2 for invalid settings.
     """
+    if not check:
+        # Its default would end the process. It waits until this one serves, which then reads the settings again.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+
     from proxy.clients.uvicorn_check import UnsupportedUvicornError, check_uvicorn
 
     try:

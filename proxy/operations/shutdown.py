@@ -49,6 +49,8 @@ class ProxyServer(BoundedServer):
         await super().startup(sockets)
         if self.started:
             self._core.port = self.servers[0].sockets[0].getsockname()[1]
+            # One that came during the start was kept for now (proxy/cli.py).
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
             self.on_listening()
 
     @contextlib.contextmanager

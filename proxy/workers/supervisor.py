@@ -125,6 +125,7 @@ class Supervisor:
         handlers = {signal.SIGTERM: self._end, signal.SIGINT: self._end, signal.SIGHUP: self._hung_up.set}
         for number, handler in handlers.items():
             loop.add_signal_handler(number, handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # kept during the start (proxy/cli.py)
         try:
             async with asyncio.TaskGroup() as group:
                 for worker in range(self._count):

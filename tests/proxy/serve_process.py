@@ -81,11 +81,13 @@ async def until(holds: Callable[[], Awaitable[bool]]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def serve_process(config: Path, settings: dict[str, Any], *flags: str, **env: str) -> AsyncIterator[ServeProcess]:
-    """Serve with ``settings``, written to ``config``, on a free port."""
+async def serve_process(
+    config: Path, settings: dict[str, Any], *flags: str, program: tuple[str, str] = ("-m", "proxy"), **env: str
+) -> AsyncIterator[ServeProcess]:
+    """Serve with ``settings``, written to ``config``, on a free port; ``program``: Python's arguments."""
     write_settings(config, settings)
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "proxy", "--config", str(config), *flags),
+        *(sys.executable, *program, "--config", str(config), *flags),
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
         env={**os.environ, **env},

@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.proxy.fleet_client import reloads
 from tests.proxy.serve_process import serve_process, until, write_settings
 from tests.proxy.stub_engine import StubEngine
@@ -40,3 +42,58 @@ async def test_sighup_reloads_a_process_and_bad_settings_do_not_end_it(tmp_path:
         served.send(signal.SIGTERM)
         assert await served.ended() == 0
     await engine.stop()
+
+
+HANGS_UP = """
+import os, signal, sys
+import proxy.settings
+
+read = proxy.settings.load_settings
+
+
+def load_settings(path, **flags):
+    settings = read(path, **flags)
+    if os.path.exists("changed.yaml"):
+        os.replace("changed.yaml", path)
+        os.kill(os.getpid(), signal.SIGHUP)
+    return settings
+
+
+proxy.settings.load_settings = load_settings
+import typer
+from proxy.cli import serve
+
+typer.run(serve)
+"""
+"""The proxy; its settings change, and SIGHUP comes, just after it has read them."""
+
+
+@pytest.mark.parametrize(
+    ("workers", "reloaded"),
+    [(1, r"classes.medium_tokens: 5000 -> 7 \(applied\)"), (2, "the workers read their settings again")],
+    ids=["one", "workers"],
+)
+async def test_sighup_during_the_start_reloads_once_the_proxy_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, reloaded: str
+) -> None:
+    """As `systemctl reload` sends it soon after a restart."""
+    engine = await StubEngine().start()
+    settings = {"instances": [{"name": "e", "url": engine.url}], "workers": workers}
+    monkeypatch.chdir(tmp_path)
+    write_settings(tmp_path / "changed.yaml", {**settings, "classes": {"medium_tokens": 7}})
+    root = str(Path(__file__).parents[3])
+    async with serve_process(tmp_path / "proxy.yaml", settings, program=("-c", HANGS_UP), PYTHONPATH=root) as served:
+        await served.logged(reloaded)
+        assert (await served.client.get("/health")).status_code == 200
+        # And later ones.
+        before = len(served.lines)
+        served.send(signal.SIGHUP)
+        again = "0 differing" if workers == 1 else "the workers read their settings again"
+        await until(lambda: _any(again, served.lines[before:]))
+        served.send(signal.SIGTERM)
+        assert await served.ended() == 0
+    await engine.stop()
+
+
+async def _any(text: str, lines: list[str]) -> bool:
+    return any(text in line for line in lines)
