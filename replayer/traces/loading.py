@@ -56,7 +56,7 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Read at most this many requests."""
     block_tokens: int | None = None
     time_unit: Literal["auto", "s", "ms", "us"] = "auto"
-    """"auto": the format's own, refused when the arrival rate is implausible. Others are not checked."""
+    """"auto": the format's own, refused when the arrival rate or dates are implausible. Others are not checked."""
     sessions: Literal["derived", "single"] = "derived"
     """For traces without sessions: derive them by prefix chaining, or one for each request."""
     chain: Literal["repair", "keep", "error"] = "repair"

@@ -16,6 +16,8 @@ UNITS_S = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 MIN_RATE, MAX_RATE = 1 / 1800, 5000.0
 """Plausible requests per second; the busiest public traces stay below 1,000."""
 MIN_REQUESTS_FOR_RATE = 10
+FIRST_DATE_S, LAST_DATE_S = 1e8, 1e10
+"""Dates in seconds since 1970, from 1973 to 2286: in milliseconds a date of today is 1,000 times later than that."""
 MIN_FOLLOW_UPS = 20
 MIN_SHARING = 0.05
 CHAIN_BASE = 1 << 48
@@ -27,7 +29,7 @@ SLOTS_PER_ID = 16
 
 
 def check_unit(times_s: Sequence[float], unit: str, where: str) -> None:
-    """Refuse a unit of time that gives an implausible arrival rate.
+    """Refuse a unit of time that gives an implausible arrival rate, or dates centuries from now.
 
     Args:
         times_s: first arrivals, converted with ``unit``.
@@ -37,6 +39,7 @@ def check_unit(times_s: Sequence[float], unit: str, where: str) -> None:
     Raises:
         TraceError: names the plausible units.
     """
+    _check_dates(min(times_s, default=0.0), unit, where)
     span_s = max(times_s, default=0.0) - min(times_s, default=0.0)
     if len(times_s) < MIN_REQUESTS_FOR_RATE or span_s <= 0:
         return
@@ -50,6 +53,18 @@ def check_unit(times_s: Sequence[float], unit: str, where: str) -> None:
     raise TraceError(
         f"{where}: read as {unit}, the first {len(times_s)} requests arrive at {rate:.3g} per second, which is "
         f"implausible; {advice} (or use --time-unit {unit} to insist)"
+    )
+
+
+def _check_dates(time_s: float, unit: str, where: str) -> None:
+    # A busy trace whose dates are milliseconds has a plausible rate in seconds too, a thousandth of its own.
+    if time_s <= LAST_DATE_S:
+        return
+    others = [name for name, scale in UNITS_S.items() if FIRST_DATE_S <= time_s / UNITS_S[unit] * scale <= LAST_DATE_S]
+    advice = f"use --time-unit {others[0]}" if others else "correct the timestamps"
+    raise TraceError(
+        f"{where}: read as {unit}, the requests arrive at {time_s:.3g} s or later, centuries from now if that is a "
+        f"date; {advice} (or use --time-unit {unit} to insist)"
     )
 
 

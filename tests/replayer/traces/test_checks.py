@@ -6,6 +6,7 @@ import json
 import tracemalloc
 from array import array
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from replayer.traces.formats.checks import Rechainer
 from replayer.traces.ideal import cached_tokens
-from replayer.traces.loading import LoadOptions, load
+from replayer.traces.loading import LoadOptions, load, stream
 from replayer.traces.trace import TraceError, TraceRequest
 
 PROMPTS = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=8), min_size=1, max_size=12)
@@ -144,3 +145,17 @@ def test_deltas_are_distinguished_from_cumulative_prompts(tmp_path: Path) -> Non
     assert any("deltas" in note for note in load(path, LoadOptions(allow_deltas=True)).notes)
     cumulative = [turn(i, list(range(i + 1))) for i in range(30)]
     assert load(write(tmp_path / "c.jsonl", cumulative)).notes == []
+
+
+@pytest.mark.parametrize(("scale", "unit"), [(1e3, "ms"), (1e6, "us")])
+def test_dates_of_another_unit_are_refused_at_a_plausible_rate_too(
+    tmp_path: Path, scale: float, unit: Literal["ms", "us"]
+) -> None:
+    # 100 requests per second in milliseconds are one in ten seconds, read as seconds.
+    rows = [turn(i, [i], session_id=i, turn=1, timestamp=(1.7e9 + i * 0.01) * scale) for i in range(12)]
+    path = write(tmp_path / "t.jsonl", rows)
+    for reading in (load, lambda path: list(stream(path).requests)):
+        with pytest.raises(TraceError, match=f"centuries from now if that is a date; use --time-unit {unit} "):
+            reading(path)
+    assert load(path, LoadOptions(time_unit=unit)).requests[-1].timestamp_s == pytest.approx(0.11, abs=1e-5)
+    assert load(path, LoadOptions(time_unit="s")).requests[-1].timestamp_s == pytest.approx(0.11 * scale)
