@@ -84,6 +84,14 @@ def test_sessions_of_burstgpt_are_kept_where_the_file_has_them(tmp_path: Path) -
     assert [(request.session_id, request.turn) for request in stream(path).requests] == found
 
 
+def test_long_sessions_of_burstgpt_are_not_taken_for_deltas(tmp_path: Path) -> None:
+    header = WITH_SESSIONS.splitlines()[0]
+    rows = [f"{5 * i},7,2.1,ChatGPT,{100 * i + 1},18,{100 * i + 19},Conversation log" for i in range(30)]
+    trace = load_trace(stored(tmp_path, "\n".join([header, *rows])))
+    assert [request.turn for request in trace.requests] == list(range(1, 31))
+    assert not any("deltas" in note for note in trace.notes)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
