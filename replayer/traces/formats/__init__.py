@@ -14,6 +14,8 @@ from replayer.traces.formats.lengths import AZURE, BURSTGPT, columns_of
 from replayer.traces.formats.source import is_empty, is_tar, iter_json_members, iter_lines
 from replayer.traces.trace import TraceError
 
+_OTHERS = "to convert another format see 'A trace of your own' in docs/replayer.md"
+
 
 class Format(StrEnum):
     """Formats that can be read."""
@@ -58,7 +60,7 @@ def detect_format(path: Path) -> Format:
         raise TraceError(
             f"{path}:{number}: not a JSON object ({error}); traces are JSONL, one object per line, or CSV with the "
             "columns of Azure (TIMESTAMP, ContextTokens, GeneratedTokens) or BurstGPT (Timestamp, Request tokens, "
-            "Response tokens)"
+            f"Response tokens); {_OTHERS}"
         ) from None
     keys = set(row) if isinstance(row, dict) else set()
     if "requests" in keys:
@@ -70,5 +72,5 @@ def detect_format(path: Path) -> Format:
     raise TraceError(
         f"{path}:{number}: unknown trace format (keys: {', '.join(sorted(map(str, keys))) or 'none'}); known "
         "are Bailian (chat_id, timestamp, input_length, output_length, hash_ids), Mooncake (the same without chat_id), "
-        "kv-cache-tester (requests) and agent text (timestamp, input, output, session_id)"
+        f"kv-cache-tester (requests) and agent text (timestamp, input, output, session_id); {_OTHERS}"
     )
