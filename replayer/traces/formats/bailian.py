@@ -246,13 +246,14 @@ def to_row(request: TraceRequest) -> dict[str, Any]:
 def write(path: Path, requests: Iterable[TraceRequest]) -> int:
     """Write Bailian-style JSONL; ``.gz`` and ``.zst`` by the name. The same requests give the same bytes.
 
-    The file appears when it is complete: part of a trace would look like a whole one.
+    The file appears when it is complete: part of a trace would look like a whole one. Its folder is made if missing.
 
     Returns:
         Number of requests written.
     """
     encoder = msgspec.json.Encoder()
     count = 0
+    path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as raw:
         if path.name.endswith(".gz"):
             # No name and no time in the gzip header: equal content gives equal bytes.

@@ -41,6 +41,11 @@ def test_half_a_trace_is_not_left_behind(tmp_path: Path, name: str) -> None:
     assert load(path).requests == REQUESTS
 
 
+def test_the_folder_of_a_trace_is_made(tmp_path: Path) -> None:
+    bailian.write(path := tmp_path / "new folder" / "trâce" / "trace.jsonl", REQUESTS)
+    assert load(path).requests == REQUESTS
+
+
 def test_links_and_pipes_stay_what_they_are(tmp_path: Path) -> None:
     (link := tmp_path / "link.jsonl").symlink_to(tmp_path / "real.jsonl")
     bailian.write(link, REQUESTS)
