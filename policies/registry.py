@@ -259,6 +259,8 @@ def _load(point: EntryPoint, kind: str) -> object:
         remedy = ""
         if given and isinstance(error, ModuleNotFoundError) and f"{point.module}.".startswith(f"{error.name}."):
             remedy = f"; {_WHERE.format(error.name)}"
+            if point.module.endswith(".py"):
+                remedy = f"; write the module without .py: {point.module.removesuffix('.py')}:{point.attr}"
         raise PolicyLoadError(
             f"{kind} {point.name!r}{owner} cannot be loaded: {type(error).__name__}: {error}{remedy}"
         ) from error

@@ -293,3 +293,14 @@ def test_a_policy_without_default_parameters_is_neither_broken_nor_usable_withou
 def test_a_name_that_is_no_module_and_class_says_how_to_write_one(name: str) -> None:
     with pytest.raises(PolicyLoadError, match="write MODULE:CLASS"):
         make_routing(name, {}, modules=True)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_file_instead_of_a_module_is_named_as_a_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    if there:
+        (tmp_path / "acme_as_file.py").write_text("", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(PolicyLoadError, match=r"; write the module without \.py: acme_as_file:Best$"):
+        make_routing("acme_as_file.py:Best", {}, modules=True)
