@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from collections.abc import Iterable, Iterator
@@ -39,12 +40,17 @@ def refuse_inputs(output: Path, inputs: Iterable[Path]) -> None:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
+def replacing(path: Path, *, new: bool = False) -> Iterator[IO[bytes]]:
     """Open a file that takes the place of ``path`` when the block ends; a block that fails leaves the old one, or none.
 
     What is not a regular file, such as a pipe, and what the process has open as ``/dev/stdout``, is written directly.
 
+    Args:
+        path: the file.
+        new: it must not exist when the block ends: another process may have made it meanwhile.
+
     Raises:
+        FileExistsError: it is to be new and exists.
         OSError: it cannot be written, with its path.
     """
     direct = path.exists() and (not path.is_file() or str(path).startswith(_OPENED))
@@ -55,6 +61,8 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         with written.open("wb") as file:
             yield file
         if not direct:
+            if new and os.path.lexists(target):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
             written.replace(target)
     except BaseException as error:
         if not direct:

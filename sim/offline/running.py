@@ -127,7 +127,7 @@ def new_files(*paths: Path | None) -> Iterator[list[IO[bytes] | None]]:
     """Open files for writing that must not exist yet; None stays None. They appear when the block succeeds.
 
     Raises:
-        FileExistsError: one does.
+        FileExistsError: one does, or was made by another process during the block.
         OSError: one cannot be written, with its path.
     """
     given = [path for path in paths if path is not None]
@@ -136,7 +136,7 @@ def new_files(*paths: Path | None) -> Iterator[list[IO[bytes] | None]]:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
         path.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        files = [None if path is None else stack.enter_context(replacing(path)) for path in paths]
+        files = [None if path is None else stack.enter_context(replacing(path, new=True)) for path in paths]
         try:
             yield files
         except OSError as error:
