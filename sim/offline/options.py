@@ -17,6 +17,8 @@ from sim.core.types import EngineConfig
 from sim.hardware import HardwareProfile, ProfileError
 from sim.server.settings import EngineSettingsError, ServerSettings
 
+MOST_INSTANCES = 10_000
+"""Instances of a simulation: ten times the largest fleet that was tried (docs/staleness.md)."""
 LARGEST_SIGMAS = 4.0
 """A draw of noise lies within this many standard deviations."""
 
@@ -124,8 +126,8 @@ class SimOptions:
         Raises:
             SimulationError: names the option and its valid range.
         """
-        if self.instances < 1:
-            raise SimulationError("--instances must be at least 1")
+        if not 1 <= self.instances <= MOST_INSTANCES:
+            raise SimulationError(f"--instances must be within 1..{MOST_INSTANCES}")
         if not 0 <= self.prefill_instances < self.instances:
             raise SimulationError("--prefill-instances must leave at least one of --instances to decode")
         if self.prefill_instances and self.role not in {Role.NONE, Role.KV_BOTH}:

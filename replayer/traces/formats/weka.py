@@ -136,7 +136,10 @@ def read(path: Path, options: WekaOptions, notes: list[str]) -> Iterator[TraceRe
         try:
             trace = _DECODER.decode(content)
         except BAD_JSON as error:
-            raise TraceError(f"{name}: not a kv-cache-tester trace ({error}); correct or remove the file") from None
+            remedy = "correct or remove the file"
+            if content[:64].lstrip().startswith(b"["):
+                remedy = "for requests of another format write one object on each line of a .jsonl file"
+            raise TraceError(f"{name}: not a kv-cache-tester trace ({error}); {remedy}") from None
         if trace.hash_id_scope not in ("local", "global"):
             raise TraceError(f"{name}: hash_id_scope {trace.hash_id_scope!r}; known are 'local' and 'global'")
         if block_tokens not in (None, trace.block_size):

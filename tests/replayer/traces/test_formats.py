@@ -390,6 +390,9 @@ def test_weka_errors_name_the_file(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps(conversation("a", [call(0.0, [1])], "galactic")))
     with pytest.raises(TraceError, match="galactic"):
         load_trace(tmp_path / "a.json")
+    (tmp_path / "a.json").write_text('\n[{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1]}]')
+    with pytest.raises(TraceError, match=r"write one object on each line of a \.jsonl file"):
+        load_trace(tmp_path / "a.json")
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(TraceError, match=r"no \.json"):

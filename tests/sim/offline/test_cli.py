@@ -268,6 +268,7 @@ def test_python_m_sim_simulates_too(trace: Path, tmp_path: Path) -> None:
         (["--planner", "best"], "unknown offload planner 'best'"),
         (["--profile", "gh9000"], "h20, h200"),
         (["--pool-tokens", "10"], "holds no block"),
+        (["--instances", "1000000000"], "--instances must be within 1..10000"),
         (["--role", "kv_producer"], "--role kv_producer: no instance could decode"),
         (["--sweep", "role=kv_producer,none", "--sweep", "seed=1,2"], "--role kv_producer: no instance could decode"),
         (["--slowdown", "0"], "error: --slowdown must be above 0"),
@@ -316,6 +317,21 @@ def test_what_fails_half_way_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         broken()
     assert not path.exists()
+
+
+def test_a_file_that_another_run_made_meanwhile_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+
+    def second() -> None:
+        with new_files(path) as (file,):
+            assert file is not None
+            file.write(b"second")
+            path.write_text("first")
+
+    with pytest.raises(FileExistsError):
+        second()
+    assert path.read_text() == "first"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_full_disk_is_reported_with_the_file(trace: Path, tmp_path: Path) -> None:
