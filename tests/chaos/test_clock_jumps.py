@@ -24,6 +24,7 @@ WALL_CLOCK = {
     "proxy/admin/conditions.py": "display of the time since which a condition is not met",
     "proxy/admin/instance_rows.py": "display of the end of a breaker's open time",
     "proxy/breakdown.py": "start of the process, which its rows have",
+    "proxy/clients/certificate.py": "days to the end of a certificate, a date",
     "proxy/clients/inbound.py": "arrived_unix_s of records",
     "proxy/console/account.py": "display of the time of a request",
     "proxy/console/frames.py": "times of rows",
