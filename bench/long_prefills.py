@@ -31,7 +31,7 @@ from bench.cells.placement import (
     placement_arm,
     ratios_of,
 )
-from bench.figures.machine import machine
+from bench.figures.result_file import write_cells
 from bench.tournament.results import GridCell
 from bench.tournament.settings import TournamentError, read_settings
 from policies.admission.never_hold import NeverHold
@@ -189,17 +189,8 @@ def main(
         for cell in processes.map(play, works):
             cells.append(cell)
             if output is not None:
-                document = Document(
-                    kind="long-prefills",
-                    schema=SCHEMA,
-                    machine=machine(),
-                    profile=timed_by.name,
-                    threshold=threshold,
-                    admission=admission,
-                    cells=cells,
-                )
-                output.parent.mkdir(parents=True, exist_ok=True)
-                output.write_bytes(msgspec.json.encode(document))
+                setting = {"profile": timed_by.name, "threshold": threshold, "admission": admission}
+                write_cells(output, "long-prefills", SCHEMA, setting, cells)
             shown = ", ".join(f"{arm} {cell.ratios[arm].ttft_p90[0]:.2f}" for arm in ARMS)
             typer.echo(f"{cell.cell}, seed {cell.seed}: TTFT p90 {shown}", err=True)
     typer.echo("\n".join(table_of(cells, by)))
