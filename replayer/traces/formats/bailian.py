@@ -30,8 +30,8 @@ class _Row(msgspec.Struct):
     output_length: int
     hash_ids: list[int]
     parent_chat_id: int | str | None = -1
-    turn: int = 1
-    type: str = ""
+    turn: int | None = None
+    type: str | None = None
     session_id: str | int | None = None
     think_time: float | None = None
     api_time: float | None = None
@@ -40,7 +40,7 @@ class _Row(msgspec.Struct):
     text: str | None = None
 
 
-_DECODER = msgspec.json.Decoder(_Row)
+_DECODER = msgspec.json.Decoder(_Row, strict=False)  # not strict: 1807.0 and "1807" are integers too
 
 
 def id_array(values: Iterable[int], where: str) -> array[int]:
@@ -204,14 +204,14 @@ def read_unlinked(path: Path, unit_s: float, *, remembered: int | None = None) -
             chat_id=chat_id,
             parent_chat_id=number_of(row.parent_chat_id),
             session_id="" if row.session_id is None else str(row.session_id),
-            turn=row.turn,
+            turn=1 if row.turn is None else row.turn,
             timestamp_s=row.timestamp * unit_s,
             input_length=row.input_length,
             output_length=row.output_length,
             hash_ids=id_array(row.hash_ids, where),
             think_time_s=row.think_time,
             api_time_s=row.api_time,
-            type=row.type,
+            type=row.type or "",
             subagent=bool(row.subagent),
             tenant=None if row.tenant is None else str(row.tenant),
             text=row.text or None,

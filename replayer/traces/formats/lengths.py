@@ -104,6 +104,12 @@ def read(path: Path, columns: _Columns, unit_s: float, block_tokens: int, notes:
         notes.append(f"{counted(dropped, 'request')} without prompt or response tokens (failures of the log) dropped")
 
 
+def _count(text: str) -> int:
+    """A number of tokens; libraries write a column with gaps as 374.0."""
+    whole, _, fraction = text.partition(".")
+    return int(text if fraction.strip("0") else whole)
+
+
 def _figures(row: Sequence[str], columns: _Columns, unit_s: float, where: str) -> tuple[float, int, int]:
     """Seconds, prompt tokens and response tokens of a row."""
     try:
@@ -112,7 +118,7 @@ def _figures(row: Sequence[str], columns: _Columns, unit_s: float, where: str) -
             time_s = (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
         else:
             time_s = float(row[0]) * unit_s
-        lengths = int(row[1]), int(row[2])
+        lengths = _count(row[1]), _count(row[2])
     except (ValueError, OverflowError) as error:
         raise TraceError(
             f"{where}: not a request of {columns.name} ({error}); correct the line, or cut the file before it"

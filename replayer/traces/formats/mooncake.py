@@ -25,7 +25,7 @@ class _Row(msgspec.Struct):
     hash_ids: list[int]
 
 
-_DECODER = msgspec.json.Decoder(_Row)
+_DECODER = msgspec.json.Decoder(_Row, strict=False)  # as in `bailian`
 
 
 def read(path: Path, unit_s: float, notes: list[str]) -> Iterator[TraceRequest]:

@@ -55,7 +55,7 @@ class _Call(msgspec.Struct):
     where: str
 
 
-_DECODER = msgspec.json.Decoder(_File)
+_DECODER = msgspec.json.Decoder(_File, strict=False)  # as in `bailian`
 
 
 class WekaOptions(msgspec.Struct, frozen=True):

@@ -178,6 +178,8 @@ def test_one_id_too_many_is_cut_and_noted(tmp_path: Path) -> None:
         (json.dumps(row(1, hash_ids=[-4, 1, 2])), "negative hash id"),
         (json.dumps(row(1, hash_ids=[2**63, 1, 2])), "63 bits"),
         (json.dumps(row(0)), "occurs twice"),
+        (json.dumps(row(1, input_length=1807.5)), r"Expected `int`, got `float` - at `\$\.input_length`"),
+        (json.dumps(row(1, hash_ids=[1.5, 2, 3])), r"Expected `int`, got `float` - at `\$\.hash_ids"),
     ],
 )
 def test_a_bad_line_is_named_with_file_and_number(tmp_path: Path, line: str, words: str) -> None:
@@ -205,6 +207,29 @@ def test_files_that_are_no_trace_are_refused(tmp_path: Path, content: bytes, wor
     path.write_bytes(content)
     with pytest.raises(TraceError, match=words):
         load_trace(path)
+
+
+def test_integers_written_as_floats_are_integers(tmp_path: Path) -> None:
+    """As libraries of tables write the columns of a log with gaps."""
+    exact = [row(0, session_id=7, turn=1), row(1, session_id=7, parent_chat_id=0, turn=2), row(2)]
+    floats: list[Row] = [
+        {
+            name: [float(each) for each in value] if name == "hash_ids" else float(value)
+            for name, value in item.items()
+            if name != "type"
+        }
+        for item in exact
+    ]
+    floats[2] |= dict.fromkeys(("session_id", "turn", "type", "parent_chat_id", "think_time"))
+    for item in exact:
+        item["type"] = ""
+    expected = load_trace(write_lines(tmp_path / "exact.jsonl", exact)).requests
+    assert load_trace(write_lines(tmp_path / "floats.jsonl", floats)).requests == expected
+    mooncake = [{**item, "input_length": 1000.0, "hash_ids": [0.0, 1.0]} for item in mooncake_rows(1, 0)]
+    assert load_trace(write_lines(tmp_path / "m.jsonl", mooncake)).requests[0].input_length == 1000
+    conversations = conversation("a", [call(0.0, [1]) | {"in": 69.0, "out": 7.0, "hash_ids": [1.0]}])
+    (tmp_path / "a.json").write_text(json.dumps(conversations))
+    assert load_trace(tmp_path / "a.json").requests[0].input_length == 69
 
 
 def test_a_missing_file_and_a_cut_archive_are_named(tmp_path: Path) -> None:

@@ -39,6 +39,14 @@ def stored(folder: Path, text: str) -> Path:
     return path
 
 
+@pytest.mark.parametrize("text", [AZURE_2023, BURSTGPT])
+def test_lengths_written_as_floats_are_integers(tmp_path: Path, text: str) -> None:
+    expected = load_trace(stored(tmp_path, text)).requests
+    floats = text.replace(",374,", ",374.0,").replace(",109\n", ",109.00\n").replace(",472,18,", ",472.0,18.,")
+    assert floats != text
+    assert load_trace(stored(tmp_path, floats)).requests == expected
+
+
 @pytest.mark.parametrize("ending", ["\n", "\r\n"])
 def test_azure_dates_become_offsets(tmp_path: Path, ending: str) -> None:
     path = tmp_path / "log.csv"
