@@ -23,6 +23,7 @@ from replayer.traces.formats.checks import (
     UNITS_S,
     Rechainer,
     TurnNumbers,
+    check_clock,
     check_id_count,
     check_span,
     check_unit,
@@ -207,15 +208,19 @@ def _open_stream(path: Path, options: LoadOptions) -> _Opened:
 
 
 def _in_order(opened: _Opened, where: str, chainer: Chainer | None) -> Iterator[TraceRequest]:
-    first_s: float | None = None
+    first: TraceRequest | None = None
+    first_s = 0.0
     last_s = -math.inf
     numbers = TurnNumbers(REMEMBERED_REQUESTS)
     for request in opened.requests:
         check_id_count(request, opened.block_tokens, opened.tail, where)
-        if first_s is None:
+        if first is None:
+            first = request
             first_s = request.timestamp_s if request.timestamp_s >= EPOCH_S else 0.0
         if first_s:
             request.timestamp_s = round(request.timestamp_s - first_s, 6)
+        else:
+            check_clock(first, request, where)
         if request.timestamp_s < last_s:
             raise TraceError(
                 f"{where}: request {request.chat_id} comes {last_s - request.timestamp_s:g} s before the one above it; "
@@ -252,6 +257,7 @@ def load(path: str | Path, options: LoadOptions | None = None) -> Trace:
         requests.sort(key=lambda request: request.timestamp_s)
         if opened.format is not Format.WEKA:
             notes.append("the file was not in time order; sorted")
+    check_clock(requests[0], requests[-1], where)
     first_s = requests[0].timestamp_s
     if opened.format is Format.AGENT_TEXT or first_s >= EPOCH_S:
         for request in requests:

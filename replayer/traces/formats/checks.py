@@ -39,8 +39,11 @@ def check_unit(times_s: Sequence[float], unit: str, where: str) -> None:
     Raises:
         TraceError: names the plausible units.
     """
-    _check_dates(min(times_s, default=0.0), unit, where)
-    span_s = max(times_s, default=0.0) - min(times_s, default=0.0)
+    first_s, last_s = min(times_s, default=0.0), max(times_s, default=0.0)
+    _check_dates(first_s, unit, where)
+    if first_s < FIRST_DATE_S <= last_s <= LAST_DATE_S:
+        return  # some are dates and some are not, so no unit is to blame: `check_clock` refuses them
+    span_s = last_s - first_s
     if len(times_s) < MIN_REQUESTS_FOR_RATE or span_s <= 0:
         return
     rate = (len(times_s) - 1) / span_s
@@ -66,6 +69,24 @@ def _check_dates(time_s: float, unit: str, where: str) -> None:
         f"{where}: read as {unit}, the requests arrive at {time_s:.3g} s or later, centuries from now if that is a "
         f"date; {advice} (or use --time-unit {unit} to insist)"
     )
+
+
+def check_clock(first: TraceRequest, other: TraceRequest, where: str) -> None:
+    """Refuse a trace of dates in which some time is none, since the others would come decades after it.
+
+    Args:
+        first: the earliest request, its time as in the file.
+        other: a later one.
+        where: file name for the message.
+
+    Raises:
+        TraceError: names both times.
+    """
+    if first.timestamp_s < FIRST_DATE_S <= other.timestamp_s <= LAST_DATE_S:
+        raise TraceError(
+            f"{where}: request {first.chat_id} has the time {first.timestamp_s:.15g} s and request {other.chat_id} "
+            f"{other.timestamp_s:.15g} s, which is a date; correct the one that is wrong, or drop its line"
+        )
 
 
 def check_span(request: TraceRequest, where: str) -> None:

@@ -147,6 +147,19 @@ def test_deltas_are_distinguished_from_cumulative_prompts(tmp_path: Path) -> Non
     assert load(write(tmp_path / "c.jsonl", cumulative)).notes == []
 
 
+@pytest.mark.parametrize("stray_s", [-3.0, 0.0])
+@pytest.mark.parametrize("others", [1, 12, 300])
+def test_a_time_that_is_no_date_among_dates_is_named(tmp_path: Path, stray_s: float, others: int) -> None:
+    # Read as microseconds, as the error advised, 13 requests come in half an hour.
+    dated = [turn(i, [i], session_id=i, turn=1, timestamp=1.7e9 + i) for i in range(others)]
+    stray = turn(900, [900], session_id=900, turn=1, timestamp=stray_s)
+    error = f"request 900 has the time {stray_s:g} s and request {{}} {{}} s, which is a date; correct the one"
+    with pytest.raises(TraceError, match=error.format(others - 1, 1700000000 + others - 1)):
+        load(write(tmp_path / "t.jsonl", [*dated, stray]))
+    with pytest.raises(TraceError, match=error.format(0, 1700000000)):
+        list(stream(write(tmp_path / "t.jsonl", [stray, *dated])).requests)
+
+
 @pytest.mark.parametrize(("scale", "unit"), [(1e3, "ms"), (1e6, "us")])
 def test_dates_of_another_unit_are_refused_at_a_plausible_rate_too(
     tmp_path: Path, scale: float, unit: Literal["ms", "us"]
