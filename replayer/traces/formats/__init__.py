@@ -11,7 +11,7 @@ import msgspec
 
 from replayer.records.json_errors import BAD_JSON
 from replayer.traces.formats.lengths import AZURE, BURSTGPT, columns_of
-from replayer.traces.formats.source import is_empty, is_tar, iter_json_members, iter_lines
+from replayer.traces.formats.source import is_empty, is_tar, iter_json_members, iter_lines, refuse_other_files
 from replayer.traces.trace import TraceError
 
 _OTHERS = "to convert another format see 'A trace of your own' in docs/replayer.md"
@@ -45,6 +45,7 @@ def detect_format(path: Path) -> Format:
         return Format.WEKA
     if is_empty(path):
         raise TraceError(f"{path}: the file is empty")
+    refuse_other_files(path)
     first = next(islice(iter_lines(path), 1), None)
     if first is None:
         raise TraceError(f"{path}: the file has only blank lines")

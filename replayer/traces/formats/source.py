@@ -25,6 +25,19 @@ ZSTD_WINDOW_BYTES = 1 << 27
 CHUNK_BYTES = 1 << 20
 _ZSTD_INPUT_BYTES = 1 << 14
 """Compressed bytes per step; a step's output is held in memory."""
+_TO_UTF8 = "convert text with `iconv -f UTF-16 -t UTF-8 FILE > NEW`"
+_TO_JSONL = "write it as JSONL, as with pandas: read_{}(FILE).to_json(NEW, orient='records', lines=True)"
+_OTHER_FILES = (
+    (b"\xff\xfe", "UTF-16 text", _TO_UTF8),
+    (b"\xfe\xff", "UTF-16 text", _TO_UTF8),
+    (b"PAR1", "a Parquet file", _TO_JSONL.format("parquet")),
+    (b"ARROW1", "an Arrow file", _TO_JSONL.format("feather")),
+    (b"PK\3\4", "a zip archive or Excel workbook", "unpack the archive, or save the sheet as CSV UTF-8"),
+    (b"\xd0\xcf\x11\xe0", "an Excel workbook", "save the sheet as CSV UTF-8"),
+    (b"BZh", "bzip2 data", "unpack it with bunzip2"),
+    (b"\xfd7zXZ", "xz data", "unpack it with unxz"),
+)
+"""First bytes, name and remedy of formats that logs come in."""
 _DAMAGE = (zstandard.ZstdError, gzip.BadGzipFile, zlib.error, EOFError)
 """Errors of reading compressed data that is damaged or cut."""
 
@@ -121,6 +134,24 @@ def is_empty(path: Path) -> bool:
             return not stream.read(1)
     except _DAMAGE as error:
         raise TraceError(f"{path}: the compressed data is damaged or cut ({error}); fetch the file again") from error
+
+
+def refuse_other_files(path: Path) -> None:
+    """Refuse a file whose first bytes are those of a format that has no lines of JSON or CSV.
+
+    Raises:
+        TraceError: names the format and a way to convert it.
+    """
+    try:
+        with open_bytes(path) as stream:
+            start = stream.read(8)
+    except _DAMAGE:
+        return  # the reader reports it
+    for magic, kind, remedy in _OTHER_FILES:
+        if start.startswith(magic):
+            raise TraceError(f"{path}: {kind}, which is not read; {remedy}")
+    if start[1:2] == b"\0" or start[:1] == b"\0":
+        raise TraceError(f"{path}: UTF-16 text or another binary format, which is not read; {_TO_UTF8}")
 
 
 def _without_bom(text: bytes) -> bytes:
