@@ -46,8 +46,6 @@ _DEFAULT_UNIT = {Format.BAILIAN: "s", Format.MOONCAKE: "ms", Format.AGENT_TEXT: 
 _DEFAULT_UNIT |= {Format.AZURE: "s", Format.BURSTGPT: "s"}
 _MADE_BLOCKS = {Format.AGENT_TEXT, Format.AZURE, Format.BURSTGPT}
 """Formats without block ids, which get blocks of 64 tokens unless another size is given."""
-_LENGTHS_ONLY = {Format.AZURE, Format.BURSTGPT}
-"""Formats that do not say what prompts have in common, so that none can look like a delta."""
 _DERIVED_SESSIONS = {Format.MOONCAKE}
 """Formats without sessions of which `load` derives them, from the whole trace."""
 
@@ -276,8 +274,7 @@ def load(path: str | Path, options: LoadOptions | None = None) -> Trace:
         notes.append(
             f"{counted(renumbered, 'session')} with branches or repeated turn numbers; renumbered in time order"
         )
-    if opened.format not in _LENGTHS_ONLY:
-        _refuse_deltas(requests, options, opened.format, where, notes)
+    _refuse_deltas(requests, options, opened.format, where, notes)
     return Trace(
         requests=requests,
         block_tokens=opened.block_tokens,

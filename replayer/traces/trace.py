@@ -44,6 +44,8 @@ class TraceRequest(msgspec.Struct, kw_only=True):
     type: str = ""
     subagent: bool = False
     tenant: str | None = None
+    lengths_only: bool = False
+    """The trace does not say what prompts have in common, so that this one begins as no other."""
     text: str | None = None
     """The real prompt, for traces of text; token counts are then estimates."""
 

@@ -1,7 +1,7 @@
 """Bailian-style JSONL: chat_id, parent_chat_id, timestamp, input_length, output_length, type, turn, hash_ids.
 
-Our own files add ``session_id`` and, where known, ``think_time``, ``api_time``, ``subagent``, ``tenant``. A trace
-without session ids gets them by following ``parent_chat_id`` to the root.
+Our own files add ``session_id`` and, where known, ``think_time``, ``api_time``, ``subagent``, ``tenant``,
+``lengths_only``. A trace without session ids gets them by following ``parent_chat_id`` to the root.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class _Row(msgspec.Struct):
     api_time: float | None = None
     subagent: bool | str | int | None = None
     tenant: str | int | None = None
+    lengths_only: bool | None = None
     text: str | None = None
 
 
@@ -214,6 +215,7 @@ def read_unlinked(path: Path, unit_s: float, *, remembered: int | None = None) -
             type=row.type or "",
             subagent=bool(row.subagent),
             tenant=None if row.tenant is None else str(row.tenant),
+            lengths_only=bool(row.lengths_only),
             text=row.text or None,
         )
 
@@ -240,6 +242,8 @@ def to_row(request: TraceRequest) -> dict[str, Any]:
     row |= {key: value for key, value in optional.items() if value is not None}
     if request.subagent:
         row["subagent"] = True
+    if request.lengths_only:
+        row["lengths_only"] = True
     return row
 
 

@@ -331,7 +331,7 @@ def looks_like_deltas(requests: Sequence[TraceRequest]) -> tuple[int, int]:
     first_block: dict[str, int] = {}
     follow_ups = sharing = 0
     for request in requests:
-        if not request.hash_ids:
+        if not request.hash_ids or request.lengths_only:
             continue
         before = first_block.get(request.session_id)
         if before is not None:

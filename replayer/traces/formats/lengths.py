@@ -98,6 +98,7 @@ def read(path: Path, columns: _Columns, unit_s: float, block_tokens: int, notes:
             input_length=input_length,
             output_length=output_length,
             hash_ids=array("q", range(next_id, next_id + blocks)),
+            lengths_only=True,
         )
         next_id += blocks
     if dropped:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
+from replayer.traces.cli import register
 from replayer.traces.formats import Format, detect_format
 from replayer.traces.ideal import ideal
 from replayer.traces.loading import LoadOptions, load, load_trace, stream
@@ -98,6 +101,19 @@ def test_long_sessions_of_burstgpt_are_not_taken_for_deltas(tmp_path: Path) -> N
     trace = load_trace(stored(tmp_path, "\n".join([header, *rows])))
     assert [request.turn for request in trace.requests] == list(range(1, 31))
     assert not any("deltas" in note for note in trace.notes)
+
+
+@pytest.mark.parametrize("command", [["sample"], ["repeat", "--times", "2"]])
+def test_what_is_derived_from_long_sessions_of_burstgpt_needs_no_option_either(
+    tmp_path: Path, command: list[str]
+) -> None:
+    rows = [f"{5 * i},7,2.1,ChatGPT,{100 * i + 1},18,{100 * i + 19},Conversation log" for i in range(30)]
+    log = stored(tmp_path, "\n".join([WITH_SESSIONS.splitlines()[0], *rows]))
+    derived = tmp_path / "derived.jsonl"
+    register(app := typer.Typer())
+    done = CliRunner().invoke(app, ["trace", *command, str(log), "-o", str(derived)])
+    assert done.exit_code == 0, done.output
+    assert all(request.lengths_only for request in load_trace(derived).requests)
 
 
 @pytest.mark.parametrize(
