@@ -74,6 +74,11 @@ def replacing(path: Path, *, new: bool = False) -> Iterator[IO[bytes]]:
         raise
 
 
+def not_written(error: OSError, output: Path) -> str:
+    """Text for a user about an output that cannot be written."""
+    return f"cannot write {error.filename or output}: {error.strerror or error}; choose another --output"
+
+
 @contextmanager
 def exit_on_signals() -> Iterator[None]:
     """Let the first SIGTERM or SIGHUP raise SystemExit in the block, as Ctrl-C raises KeyboardInterrupt: clean-up runs.

@@ -97,6 +97,7 @@ def report_command(
 
     from replayer.compare.comparison import CompareOptions
     from replayer.compare.tables import print_verdict
+    from replayer.records.outputs import not_written
     from replayer.report.figures.style import save_all
     from replayer.report.page import BreakdownError, Extras, against_leader, compare_all, make_page, write_report
 
@@ -136,7 +137,7 @@ def report_command(
         write_report(output, page.html)
         drawn = save_all(page.drawings, figures) if figures is not None else []
     except OSError as error:
-        _stop(f"cannot write {error.filename or output}: {error.strerror}")
+        _stop(not_written(error, output))
     console = Console(highlight=False)
     if comparisons:
         print_verdict(console, comparisons, among_the_best)

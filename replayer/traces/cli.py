@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -19,6 +20,9 @@ from replayer.traces.load_options import (
     Unit,
 )
 from replayer.traces.numbers import finite
+
+if TYPE_CHECKING:
+    from replayer.traces.trace import TraceRequest
 
 TraceOutput = Annotated[
     Path,
@@ -50,7 +54,6 @@ def sample_command(
     from rich.console import Console
 
     from replayer.records.outputs import OverwritesInputError, refuse_inputs
-    from replayer.traces.formats import bailian
     from replayer.traces.loading import LoadOptions, load
     from replayer.traces.sample import profile, sample
     from replayer.traces.tables import profiles_table
@@ -71,7 +74,7 @@ def sample_command(
             ),
         )
         picked = sample(whole, target_requests, seed, rebase=rebase)
-        bailian.write(output, picked.requests)
+        _write(output, picked.requests)
         rows = [("before", profile(whole, instances)), ("after", profile(picked, instances))]
     except (OverwritesInputError, TraceError, OSError) as error:
         _stop(error)
@@ -114,7 +117,6 @@ def synth_command(
     """
     from rich.console import Console
 
-    from replayer.traces.formats import bailian
     from replayer.traces.synth import SynthOptions, synthetic_trace
     from replayer.traces.synth_targets import compare_with_targets
     from replayer.traces.tables import targets_table
@@ -135,8 +137,8 @@ def synth_command(
     )
     try:
         trace = synthetic_trace(options)
-        bailian.write(output, trace.requests)
-    except (TraceError, OSError) as error:
+        _write(output, trace.requests)
+    except TraceError as error:
         _stop(error)
     console = Console()
     console.print(targets_table(compare_with_targets(trace, length_scale, gap_scale)))
@@ -164,7 +166,6 @@ def repeat_command(
     prompts) stay shared. Requests are written one by one, so memory does not limit the length.
     """
     from replayer.records.outputs import OverwritesInputError, refuse_inputs
-    from replayer.traces.formats import bailian
     from replayer.traces.loading import LoadOptions, load
     from replayer.traces.repeat import repeated
     from replayer.traces.trace import TraceError
@@ -181,12 +182,24 @@ def repeat_command(
                 allow_deltas=allow_deltas,
             ),
         )
-        count = bailian.write(output, repeated(whole, times))
+        count = _write(output, repeated(whole, times))
     except (OverwritesInputError, TraceError, OSError) as error:
         _stop(error)
     if any(request.text is not None for request in whole.requests):
         typer.echo("note: the text of the prompts is left out, as that of all repetitions would share a cache")
     typer.echo(f"written: {output} ({counted(count, 'request')}, {counted(len(whole.sessions()) * times, 'session')})")
+
+
+def _write(output: Path, requests: Iterable[TraceRequest]) -> int:
+    """Write a trace, of which a signal leaves nothing; the number of its requests."""
+    from replayer.records.outputs import exit_on_signals, not_written
+    from replayer.traces.formats import bailian
+
+    try:
+        with exit_on_signals():
+            return bailian.write(output, requests)
+    except OSError as error:
+        _stop(not_written(error, output))
 
 
 def _stop(error: object) -> NoReturn:

@@ -201,7 +201,7 @@ def simulate_command(
     """
     from policies.registry import PolicyParameterError, UnknownPolicyError
     from policies.types import NoCandidateError, PolicyFailedError
-    from replayer.records.outputs import exit_on_signals
+    from replayer.records.outputs import exit_on_signals, not_written
     from replayer.traces.trace import TraceError
     from sim.offline.options import SimulationError
     from sim.offline.setup import Setup, parsed_params
@@ -265,6 +265,9 @@ def simulate_command(
     except FileExistsError as error:
         _stop(f"{error.filename}: already exists; give another name, or remove it")
     except (SimulationError, TraceError, UnknownPolicyError, PolicyParameterError, PolicyFailedError, OSError) as error:
+        outputs = {str(each): each for each in (output or Path("run.jsonl"), breakdown_output) if each is not None}
+        if isinstance(error, OSError) and error.filename in outputs:
+            _stop(not_written(error, outputs[error.filename]))
         _stop(error)
     except NoCandidateError as error:
         _stop(f"{error}: policy {policy} accepts none of the instances")

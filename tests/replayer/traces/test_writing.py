@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -39,6 +40,38 @@ def test_half_a_trace_is_not_left_behind(tmp_path: Path, name: str) -> None:
         bailian.write(path, REQUESTS)
     assert list(tmp_path.iterdir()) == [path]
     assert load(path).requests == REQUESTS
+
+
+PROGRAM = """
+import os, signal, sys
+from replayer.traces.formats import bailian
+
+to_row, stop = bailian.to_row, int(sys.argv.pop())
+
+def stopping(request):
+    os.kill(os.getpid(), stop)
+    return to_row(request)
+
+bailian.to_row = stopping
+import warmroute
+warmroute.main()
+"""
+
+
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("command", ["synth", "sample", "repeat"])
+def test_a_command_that_is_stopped_leaves_no_file(tmp_path: Path, command: str, stop: signal.Signals) -> None:
+    bailian.write(trace := tmp_path / "trace.jsonl", REQUESTS)
+    given = [] if command == "synth" else [str(trace)]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, "trace", command, *given, "-o", str(tmp_path / "out.jsonl"), str(int(stop))],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (128 + stop, "")
+    assert list(tmp_path.iterdir()) == [trace]
 
 
 def test_the_folder_of_a_trace_is_made(tmp_path: Path) -> None:
