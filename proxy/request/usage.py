@@ -87,12 +87,8 @@ def usage_of_answer(body: bytes) -> Usage | None:
         return None
 
 
-def is_usage_event(event: bytes) -> bool:
-    """True if a server-sent event only carries the usage, without choices."""
-    return _is_usage(_decoded(event))
-
-
 def _is_usage(decoded: _Event | None) -> bool:
+    """True if an event only carries the usage, without choices."""
     return decoded is not None and not decoded.choices and decoded.usage is not None
 
 
