@@ -11,6 +11,7 @@ import msgspec
 
 from replayer.compare.arms import ArmRun, ArmRuns
 from replayer.compare.freshness import FRESH_FILE, engines_of, stale_reasons
+from replayer.records.counted import counted
 from replayer.records.runs import Run
 from replayer.traces.trace import Trace
 
@@ -76,6 +77,14 @@ def refuse_or_note(arms: Sequence[ArmRuns], trace: Trace | None, *, force: bool)
             "them, simulate with --arrival-jitter-s or --speed-sigma and another --seed for each repeat, or pass "
             "--force to compare anyway."
         )
+    resumed = [
+        f"{name} was resumed after {counted(one.run.resumed_after, 'request')}, so that its engines' caches and load "
+        "are not those of an unbroken run"
+        for name, one in named
+        if one.run.resumed_after
+    ]
+    if resumed and not force:
+        raise ComparisonError(f"{'; '.join(resumed)}. Replay it again, or pass --force to compare anyway.")
     warm = [*chain.from_iterable(_warm(name, one, trace) for name, one in named), *_reused(named)]
     if warm and not force:
         raise ComparisonError(
@@ -87,6 +96,7 @@ def refuse_or_note(arms: Sequence[ArmRuns], trace: Trace | None, *, force: bool)
     return [
         *unlike,
         *repeated,
+        *resumed,
         *warm,
         *_shared(named),
         *_worth_telling(named, () if declared else _WORTH_TELLING_OPTIONS),

@@ -157,6 +157,8 @@ class Run(NamedTuple):
     header: RunHeader
     records: list[RequestRecord]
     end: RunEnd | None
+    resumed_after: int | None = None
+    """Requests recorded when the run was resumed for the first time; None if it was not, or before its first record."""
 
     @property
     def incomplete(self) -> str:
@@ -200,6 +202,7 @@ def read_run(path: str | Path) -> Run:
     complete = data[: data.rfind(b"\n") + 1]
     header: RunHeader | None = None
     end: RunEnd | None = None
+    resumed_after: int | None = None
     records: dict[str, RequestRecord] = {}
     for number, line in enumerate(complete.splitlines(), 1):
         if not line.strip():
@@ -213,6 +216,7 @@ def read_run(path: str | Path) -> Run:
             if item.schema != SCHEMA:
                 raise RecordError(f"{path}:{number}: record schema {item.schema}, this version reads {SCHEMA}")
             header = header or item
+            resumed_after = resumed_after or len(records) or None
         elif header is None:
             raise RecordError(
                 f"{path}:{number}: the first line must be the run header; the file has lost its beginning"
@@ -226,7 +230,7 @@ def read_run(path: str | Path) -> Run:
         raise RecordError(f"{path}: no run header; the file is empty or was cut before the first line was written")
     complete_records = list(records.values())
     _fill_zero_hits(complete_records)
-    return Run(header, complete_records, end)
+    return Run(header, complete_records, end, resumed_after)
 
 
 def _fill_zero_hits(records: list[RequestRecord]) -> None:

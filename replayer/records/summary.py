@@ -52,6 +52,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Reason why the file does not hold the whole run; empty if it does."""
     resumable: bool
     """The run was interrupted, and ``--resume`` continues it."""
+    resumed_after: int | None
+    """Requests recorded when the run was resumed; None if it was not."""
     planned: int | None
     requests: int
     ok: int
@@ -156,6 +158,7 @@ def summarise(
         label=run.header.label,
         complete=not run.incomplete,
         incomplete=run.incomplete,
+        resumed_after=run.resumed_after,
         resumable=run.end is None,
         planned=planned if isinstance(planned, int) else None,
         requests=len(records),

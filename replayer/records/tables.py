@@ -38,6 +38,9 @@ def summary_lines(summary: Summary) -> list[str]:
         f"{counted(summary.requests, 'request')}{planned}, {summary.ok} ok, {state}; "
         f"{summary.span_s:,.1f} s, {summary.requests_per_s:,.3f} ok requests/s"
     ]
+    if summary.resumed_after is not None:
+        before = counted(summary.resumed_after, "request")
+        lines.append(f"resumed after {before}: caches and load are not those of an unbroken run")
     if summary.apc is not None:
         lines.append(f"APC (cached / prompt tokens, as the engines report): {summary.apc:.3f}")
     else:

@@ -129,6 +129,13 @@ def test_too_few_resamples_and_unknown_clocks_are_refused() -> None:
         compare(make_run(), make_run("b"), clock="wall")
 
 
+def test_a_resumed_run_is_refused() -> None:
+    resumed = make_run("broken")._replace(resumed_after=11)
+    with pytest.raises(ComparisonError, match=r"'broken' was resumed after 11 requests, .* Replay it again, or pass"):
+        compare(make_run(), resumed)
+    assert compare(make_run(), resumed, force=True).notes[0].startswith("'broken' was resumed after 11 requests")
+
+
 def test_an_incomplete_run_is_refused() -> None:
     with pytest.raises(ComparisonError, match="'cut' is not complete"):
         compare(make_run(), make_run("cut")._replace(end=None))

@@ -10,6 +10,8 @@ import msgspec
 import pytest
 
 from replayer.records.runs import RecordError, RequestRecord, Run, read_run
+from replayer.records.summary import summarise
+from replayer.records.tables import summary_lines
 from replayer.replay.endpoint import EndpointError
 from replayer.replay.plan import PlanOptions
 from replayer.replay.replay import ReplayOptions, replay_trace
@@ -242,6 +244,8 @@ async def test_an_interrupted_run_is_resumed_without_sending_anything_twice(
     last_s = max(record.finished_s or 0.0 for record in first.records)
     resumed = [record for record in run.records if record.request_id in sent]
     assert all(record.scheduled_s >= last_s for record in resumed)
+    assert (first.resumed_after, run.resumed_after) == (None, len(first.records))
+    assert summary_lines(summarise(run))[1].startswith(f"resumed after {len(first.records)} requests: ")
 
 
 async def test_resume_refuses_another_run_and_a_complete_one(stub: Stub, tmp_path: Path) -> None:
