@@ -132,6 +132,7 @@ def replay_command(
     import uvloop
     from rich.console import Console
 
+    from replayer.records.outputs import not_written
     from replayer.records.runs import RecordError
     from replayer.records.summary import summarise
     from replayer.records.tables import summary_lines, summary_table
@@ -186,8 +187,10 @@ def replay_command(
     except KeyboardInterrupt:
         typer.echo(f"interrupted; {output} has the records so far; continue with --resume", err=True)
         raise typer.Exit(EXIT_INTERRUPTED) from None
-    except (TraceError, RecordError, EndpointError, ValueError, OSError) as error:
+    except (TraceError, RecordError, EndpointError, ValueError) as error:
         _stop(error)
+    except OSError as error:
+        _stop(not_written(error, output) if error.filename == str(output) else error)
     summary = summarise(run)
     console.print(summary_table(summary))
     for line in summary_lines(summary):
@@ -222,6 +225,8 @@ def summary_command(
         summary = summarise(read_run(run), warm_below=medium_from_tokens, heavy_from=heavy_from_tokens)
     except RecordError as error:
         _stop(error)
+    except IsADirectoryError:
+        _stop(f"{run}: a folder; give one of its run files (an experiment's: arms/ARM/REPEAT/run.jsonl)")
     except OSError as error:
         _stop(f"{run}: {error.strerror}")
     console = Console()

@@ -9,17 +9,26 @@ from typing import IO, Self
 from replayer.records.counted import counted
 from replayer.records.runs import RecordError, RequestRecord, RunEnd, RunHeader, encode_line, read_run
 
-_SAME = (
-    "trace_sha256",
-    "time_scale",
-    "think_scale",
-    "clock_scale",
-    "max_inflight_sessions",
-    "request_limit",
-    "seed",
-    "model",
-)
-_SAME_OPTIONS = ("trace_options", "block_tokens", "idle_gap_cap_s", "prompt_mode", "token_low", "token_high")
+_SAME = {
+    "trace_sha256": "a trace of SHA-256",
+    "time_scale": "--arrival-speed",
+    "think_scale": "--think-speed",
+    "clock_scale": "--engine-speed",
+    "max_inflight_sessions": "--max-inflight-sessions",
+    "request_limit": "--request-limit",
+    "seed": "--seed",
+    "model": "--model",
+}
+"""Fields of the header, and the options that set them."""
+_SAME_OPTIONS = {
+    "trace_options": "options of the trace",
+    "block_tokens": "--block-tokens",
+    "idle_gap_cap_s": "--idle-gap-cap-s",
+    "prompt_mode": "--prompt-mode",
+    "token_low": "--token-low",
+    "token_high": "--token-high",
+}
+"""Likewise, of the header's options."""
 
 
 class Journal:
@@ -62,13 +71,15 @@ class Journal:
 
     def _check(self, header: RunHeader) -> None:
         run = read_run(self.path)
-        compared = [(name, getattr(run.header, name), getattr(header, name)) for name in _SAME]
-        compared += [(name, run.header.options.get(name), header.options.get(name)) for name in _SAME_OPTIONS]
+        compared = [(given, getattr(run.header, name), getattr(header, name)) for name, given in _SAME.items()]
+        compared += [
+            (given, run.header.options.get(name), header.options.get(name)) for name, given in _SAME_OPTIONS.items()
+        ]
         for name, before, now in compared:
             if before != now:
                 raise RecordError(
-                    f"{self.path}: was made with {name} = {before!r}, now {now!r}; resume with the same settings, "
-                    "or give another --output"
+                    f"{self.path}: was made with {name} {_shown(before)}, now {_shown(now)}; resume with the same "
+                    "settings, or give another --output"
                 )
         if run.end is not None and run.incomplete:
             raise RecordError(f"{self.path}: {run.incomplete}; it cannot be resumed, replay again to another --output")
@@ -112,3 +123,7 @@ class Journal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _shown(value: object) -> str:
+    return "not set" if value is None else str(value)

@@ -35,6 +35,7 @@ def folder(app: typer.Typer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ["report", "run.jsonl"],
         ["simulate", "trace.jsonl"],
+        ["replay", "trace.jsonl", "--endpoint", "http://127.0.0.1:9", "--model", "none"],
         ["trace", "synth", "--requests", "20"],
         ["trace", "sample", "trace.jsonl"],
         ["trace", "repeat", "trace.jsonl"],

@@ -160,7 +160,9 @@ def test_summary_prints_json(app: typer.Typer, tmp_path: Path) -> None:
     assert json.loads(result.output)["label"] == "x"
 
 
-@pytest.mark.parametrize(("name", "reason"), [("none.jsonl", "No such file or directory"), (".", "Is a directory")])
+@pytest.mark.parametrize(
+    ("name", "reason"), [("none.jsonl", "No such file or directory"), (".", "a folder; give one of its run files")]
+)
 def test_summary_names_a_run_that_cannot_be_read(app: typer.Typer, tmp_path: Path, name: str, reason: str) -> None:
     result = RUNNER.invoke(app, ["summary", str(tmp_path / name)])
     assert result.exit_code == 2

@@ -258,18 +258,18 @@ async def test_resume_refuses_another_run_and_a_complete_one(stub: Stub, tmp_pat
         await replay_trace(trace, output, options(stub))
     lines = output.read_bytes().splitlines(keepends=True)
     output.write_bytes(b"".join(lines[:-1]))
-    with pytest.raises(RecordError, match="seed"):
+    with pytest.raises(RecordError, match="was made with --seed 0, now 9; resume with the same settings"):
         await replay_trace(trace, output, options(stub, seed=9), resume=True)
 
 
 @pytest.mark.parametrize(
     ("changes", "read_with", "words"),
     [
-        ({"prompt_mode": "chat"}, {}, "prompt_mode = 'tokens', now 'chat'"),
-        ({"token_high": 2000}, {}, "token_high"),
-        ({"max_inflight_sessions": 1}, {}, "max_inflight_sessions"),
-        ({"plan": PlanOptions(time_scale=1e6, idle_gap_cap_s=5.0)}, {}, "idle_gap_cap_s"),
-        ({}, {"sessions": "single"}, "trace_options"),
+        ({"prompt_mode": "chat"}, {}, "--prompt-mode tokens, now chat"),
+        ({"token_high": 2000}, {}, "--token-high"),
+        ({"max_inflight_sessions": 1}, {}, "--max-inflight-sessions not set, now 1"),
+        ({"plan": PlanOptions(time_scale=1e6, idle_gap_cap_s=5.0)}, {}, "--idle-gap-cap-s"),
+        ({}, {"sessions": "single"}, "options of the trace not set, now {'sessions': 'single'}"),
     ],
 )
 async def test_resume_refuses_to_send_the_rest_otherwise(
