@@ -35,6 +35,7 @@ class BreakdownRow(msgspec.Struct, kw_only=True):
 
     request_id: str = ""
     outcome: str = ""
+    instance: str | None = None
     offload_reason: str | None = None
     prefill_instance: str | None = None
     request_class: str | None = None
@@ -58,6 +59,7 @@ class _Stored(msgspec.Struct):
 
     request_id: str | None = None
     outcome: str | None = None
+    instance: str | None = None
     offload_reason: str | None = None
     prefill_instance: str | None = None
     request_class: str | None = msgspec.field(default=None, name="class")
@@ -135,6 +137,7 @@ def _row(stored: _Stored) -> BreakdownRow:
     return BreakdownRow(
         request_id=stored.request_id or "",
         outcome=stored.outcome or "not reported",
+        instance=stored.instance,
         offload_reason=stored.offload_reason,
         prefill_instance=stored.prefill_instance,
         request_class=stored.request_class,

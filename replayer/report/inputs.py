@@ -24,6 +24,8 @@ BREAKDOWN_FILE = "breakdown.jsonl"
 FRESH_FILE = "fresh.json"
 ARM_FILE = "arm.json"
 ENVIRONMENT_FILE = "environment.json"
+MOST_ELSEWHERE = 0.1
+"""Share of rows that may name another instance than the run's record does, as after a stream resumed elsewhere."""
 _CAPACITY = ("kv_capacity_tokens", "pool_tokens")
 
 
@@ -262,9 +264,18 @@ def with_rows(arm: Arm, rows: Sequence[BreakdownRow], source: str) -> Arm:
     """The arm with other breakdown rows of its first run, and a warning if some are not of that run.
 
     Raises:
-        ReportError: no row is of that run.
+        ReportError: no row is of that run, or many are of another run of its trace, whose requests have the same ids.
     """
-    requests = {record.request_id for record in arm.run.records}
+    requests = {record.request_id: record.instance for record in arm.run.records}
+    elsewhere = sum(
+        None not in (placed := requests.get(row.request_id), row.instance) and placed != row.instance for row in rows
+    )
+    if elsewhere > MOST_ELSEWHERE * len(rows):
+        raise ReportError(
+            f"{source}: {elsewhere:,} of {len(rows):,} rows name another instance than the first run of arm "
+            f"{arm.label} has for the request, as rows of another run of the trace do; give the rows that were "
+            "collected during that run"
+        )
     strange = sum(row.request_id not in requests for row in rows)
     if not strange:
         return replace(arm, breakdown=rows)

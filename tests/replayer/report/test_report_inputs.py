@@ -230,6 +230,29 @@ def test_run_files_with_a_breakdown_each(app: typer.Typer, stored: Store, tmp_pa
 
 
 @pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize(("moved", "refused"), [(0, False), (1, False), (4, True)])
+def test_rows_of_another_run_of_the_same_trace_are_refused_by_their_instances(
+    app: typer.Typer, stored: Store, tmp_path: Path, moved: int, refused: bool
+) -> None:
+    """Request ids are of the trace, so another arm's rows have the same ones."""
+    run, rows = make_run(sessions=8), tmp_path / "rows.jsonl"
+    records = run.records[:20]
+    rows.write_bytes(
+        b"".join(
+            msgspec.json.encode(
+                {"request_id": one.request_id, "outcome": "ok", "instance": "moved" if place < moved else one.instance}
+            )
+            + b"\n"
+            for place, one in enumerate(records)
+        )
+    )
+    options = ["--output", str(tmp_path / "report.html"), "--breakdown", f"baseline={rows}"]
+    result = CliRunner().invoke(app, ["report", str(stored(run)), *options])
+    assert result.exit_code == (2 if refused else 0), result.output
+    assert ("4 of 20 rows name another instance than the first run" in " ".join(result.output.split())) is refused
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_breakdown_rows_of_another_run_are_counted_and_refused_if_none_fits(
     app: typer.Typer, stored: Store, tmp_path: Path
 ) -> None:
