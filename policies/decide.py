@@ -108,7 +108,9 @@ def decide(
 
 def chosen_by(request: RequestView, fleet: FleetSnapshot, policy: RoutingPolicy) -> tuple[Choice, InstanceView]:
     """The policy's choice and D; raises ValueError for an answer that no request can follow."""
-    choice = policy.choose(request, fleet)
+    choice: object = policy.choose(request, fleet)  # a class of one's own may answer anything
+    if not isinstance(choice, Choice):
+        raise ValueError(f"policy {policy.name!r} answered {choice!r:.100}, which is not a Choice")
     chosen = fleet.view(choice.instance)
     if chosen is None:
         raise ValueError(f"policy {policy.name!r} chose {choice.instance!r}, which is not a candidate")

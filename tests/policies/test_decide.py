@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import pickle
+import re
 from collections.abc import Sequence
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 
@@ -92,6 +93,19 @@ def test_a_request_one_hand_off_cannot_carry_never_reaches_the_planner() -> None
     assert offloaded.offload.reason is OffloadReason.CHOSEN
     stayed = decide(ask(50_000, may_offload=False), fleet_of(*views), Linear(), planner, DEFAULT)
     assert (stayed.prefill_on, stayed.offload.reason) == (None, OffloadReason.REQUEST_SHAPE)
+
+
+@pytest.mark.parametrize("answer", [None, "inst-0", InstanceView("inst-0")])
+def test_a_policy_that_answers_with_no_choice_is_named_in_the_error(answer: object) -> None:
+    class Mistaken:
+        name: ClassVar[str] = "mistaken"
+
+        def choose(self, request: RequestView, fleet: FleetSnapshot) -> Any:
+            return answer
+
+    words = re.escape(f"policy 'mistaken' answered {answer!r}"[:60])
+    with pytest.raises(ValueError, match=f"{words}.*, which is not a Choice"):
+        decide(ask(), fleet_of(*idle(2)), Mistaken(), Never(), DEFAULT)
 
 
 def test_a_policy_that_answers_with_a_stranger_is_named_in_the_error() -> None:
