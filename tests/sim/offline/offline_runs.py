@@ -60,7 +60,7 @@ def run(trace: Trace, policy: str = "lmetric", planner: str = "never", params: A
 
 def lines(result: SimResult) -> bytes:
     """The bytes of the run file and of the decisions."""
-    header, records, end = result.run
+    header, records, end, _ = result.run
     assert end is not None
     parts: list[RunHeader | RequestRecord | RunEnd] = [header, *records, end]
     written = b"".join(encode_line(each) for each in parts)

@@ -100,7 +100,7 @@ def test_options_reach_the_run(trace: Path, tmp_path: Path) -> None:
     options += ["--planner-param", "max_in_flight=2", "--pool-tokens", "90000", "--arrival-speed", "2", "--seed", "5"]
     options += ["--arrival-jitter-s", "1", "--speed-sigma", "0.1", "--slowdown", "1.2", "--request-limit", "40"]
     call("simulate", trace, "-o", run, *options)
-    header, records, _ = read_run(run)
+    header, records, _, _ = read_run(run)
     assert (header.label, header.endpoint, header.seed, header.time_scale, header.think_scale) == (
         "mine",
         "sim:offline",
