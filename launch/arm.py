@@ -19,10 +19,11 @@ from launch.hardware.processors import ProcessorSampler, ProcessorUse
 from launch.hardware.telemetry import TELEMETRY_FILE, TelemetrySampler
 from launch.run.proxy_access import ProxyAccess
 from launch.run.supervisor import Fleet
+from replayer.records.breakdown_rows import read_objects
 from replayer.records.runs import RequestRecord, Run
 from replayer.replay.plan import Plan
 from replayer.replay.replay import ReplayOptions, replay_trace
-from replayer.report.page import Row, read_breakdown
+from replayer.report.inputs import Row
 from replayer.traces.trace import Trace
 
 RUN_FILE = "run.jsonl"
@@ -120,7 +121,7 @@ async def run_arm(
     return ArmResult(
         label,
         run,
-        read_breakdown(arm_dir / BREAKDOWN_FILE),
+        read_objects(arm_dir / BREAKDOWN_FILE),
         use,
         proof,
         kv_capacity_tokens=capacity,

@@ -87,10 +87,11 @@ def imports_of(tree: ast.AST) -> Iterator[str]:
     [
         ("sim.server.main", {"aiohttp", "httpx", "numpy", "zmq"}),
         ("proxy.workers.supervisor", {"fastapi", "httpx", "numpy", "uvicorn", "zmq"}),
+        ("launch.experiment.run.runner", {"jinja2", "matplotlib", "scipy.stats"}),
     ],
 )
 def test_a_process_does_not_import_at_its_start_what_it_seldom_needs(module: str, not_needed: set[str]) -> None:
-    """A demo starts eight engines: these packages would double the time and take 20 MB of each."""
+    """A demo starts eight engines, a resumed experiment may run nothing: these packages would double the time."""
     program = f"import {module}, sys; print(*sys.modules)"
     answer = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     imported = set(answer.stdout.split())

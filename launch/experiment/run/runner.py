@@ -38,9 +38,9 @@ from launch.freshness.proof import StaleEngineError
 from launch.run.processes import StartError, creation_time, marked
 from launch.run.state import StateError, read_state
 from policies.registry import parameters
+from replayer.records.breakdown_rows import BreakdownError
 from replayer.records.runs import RecordError, RequestRecord
 from replayer.replay.endpoint import EndpointError
-from replayer.report.page import BreakdownError
 from replayer.traces.loading import load
 from replayer.traces.trace import Trace, TraceError
 
