@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
-import inspect
 import logging
 import os
 import signal
@@ -20,8 +20,8 @@ import certifi
 import pytest
 import typer.main
 import typer.utils
-from fastapi._compat.v2 import ModelField, asdict
-from fastapi.dependencies import utils as dependencies
+from fastapi import routing
+from fastapi.datastructures import DefaultPlaceholder
 from hypothesis import settings
 
 from policies import registry
@@ -89,57 +89,54 @@ def _authorities_read_once() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _parameters_compiled_once() -> Iterator[None]:
-    """Every proxy makes the same 90 validators of parameters: a fifth of the time of a test that starts one.
+def _routes_made_once() -> Iterator[None]:
+    """Every proxy makes the same routes and validators of their parameters: a fifth of the time of such a test.
 
-    A validator is shared where its declaration is the same; processes that tests start make their own.
+    The state of a route is shared by the endpoints that one ``def`` makes, if their annotations are texts: these are
+    evaluated in the globals alone. Processes that tests start make their own.
     """
-    made: dict[tuple[Any, ...], ModelField] = {}
-    """By what a validator is made of; the first field stays alive, and with it all that its key's text names."""
+    made: dict[tuple[Any, ...], tuple[dict[str, Any], dict[str, Any]]] = {}
+    """By what a route is made of: its state, and the options, which stay alive, and with them what the key names."""
 
-    def shared(field: ModelField) -> None:
-        declared = (field.field_info.annotation, repr(asdict(field.field_info)), repr(field.config))
-        try:
-            known = made.get(declared)
-        except TypeError:  # an annotation that has no hash
-            original(field)
+    def shared(route: Any, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+        if not isinstance(endpoint, types.FunctionType) or hasattr(endpoint, "__wrapped__") or endpoint.__kwdefaults__:
+            original(route, path, endpoint, **options)
             return
-        if known is None:
-            original(field)
-            made[declared] = field
-        else:
-            field._type_adapter = known._type_adapter
-
-    original = ModelField.__post_init__
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ModelField, "__post_init__", shared)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _signatures_read_once() -> Iterator[None]:
-    """Every proxy evaluates the annotations of the same endpoints: a tenth of the time of a test that starts one.
-
-    A signature is shared by the functions that one ``def`` makes, if their annotations are texts: these are evaluated
-    in the globals alone.
-    """
-    made: dict[tuple[Any, ...], inspect.Signature] = {}
-
-    def shared(call: Callable[..., Any]) -> inspect.Signature:
-        if not isinstance(call, types.FunctionType) or hasattr(call, "__wrapped__") or call.__kwdefaults__:
-            return original(call)
-        written, defaults = call.__annotations__, call.__defaults__ or ()
+        written, defaults = endpoint.__annotations__, endpoint.__defaults__ or ()
         texts = all(isinstance(each, str) for each in written.values())
         if not texts or not all(each is None or isinstance(each, bool | int | float | str) for each in defaults):
-            return original(call)
-        key = (call.__code__, id(call.__globals__), tuple(written.items()), *map(repr, defaults))
+            original(route, path, endpoint, **options)
+            return
+        own = {"endpoint": endpoint, "dependency_overrides_provider": options["dependency_overrides_provider"]}
+        code = (endpoint.__code__, id(endpoint.__globals__), endpoint.__name__, endpoint.__doc__, repr(defaults))
+        said = {
+            name: (value.value, "default") if isinstance(value, DefaultPlaceholder) else value
+            for name, value in options.items()
+            if name not in own
+        }
+        key = (type(route), path, *code, repr(written), repr(said))
         if key not in made:
-            made[key] = original(call)
-        return made[key]
+            before = dict(vars(route))
+            original(route, path, endpoint, **options)
+            after = vars(route).items()
+            made[key] = ({name: value for name, value in after if before.get(name, made) is not value}, said)
+            return
+        for name, value in made[key][0].items():
+            setattr(route, name, value.copy() if isinstance(value, list | dict | set) else value)
+        vars(route).update(own, dependant=dataclasses.replace(route.dependant, call=endpoint))
 
-    original = dependencies._get_signature
+    def line(endpoint: Any) -> Any:
+        """FastAPI parses the source of an endpoint at its first request, for its errors of validation."""
+        code = getattr(endpoint, "__code__", endpoint)
+        if code not in lines:
+            lines[code] = of_endpoint(endpoint)
+        return lines[code]
+
+    lines: dict[Any, Any] = {}
+    original, of_endpoint = routing._populate_api_route_state, routing._extract_endpoint_context
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dependencies, "_get_signature", shared)
+        patch.setattr(routing, "_populate_api_route_state", shared)
+        patch.setattr(routing, "_extract_endpoint_context", line)
         yield
 
 
