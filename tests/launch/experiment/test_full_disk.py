@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import signal
 import subprocess
 import sys
@@ -52,20 +53,22 @@ def test_a_directory_without_room_can_be_used_once_it_has_some(
     assert [path.name for path in directory.iterdir()] == [".lock"]
 
 
-@pytest.mark.parametrize("resume", [(), ("--resume",)])
-def test_a_start_that_was_killed_is_made_again(tmp_path: Path, config: Path, resume: tuple[str, ...]) -> None:
-    """Half a trace, which no state names, is neither taken nor in the way."""
-    directory = tmp_path / "run"
-    command = ["experiment", "run", str(config), "--output", str(directory)]
+def test_a_start_that_was_killed_is_made_again(tmp_path: Path, config: Path) -> None:
+    """Half a trace, which no state names, is neither taken nor in the way, with ``--resume`` or without."""
+    killed_in, directory = tmp_path / "killed", tmp_path / "run"
     killed = "import os, sys; from replayer.traces.formats import bailian; from launch.__main__ import app\n"
     killed += "bailian.write = lambda path, requests: (path.write_text('{'), os.kill(os.getpid(), 9))\n"
-    ended = subprocess.run([sys.executable, "-c", killed + "app(sys.argv[1:])", *command], cwd=REPOSITORY, check=False)
-    assert ended.returncode == -signal.SIGKILL
-    assert (directory / "trace.jsonl").read_text() == "{"
-    again = CliRunner().invoke(app, [*command, *resume])
-    assert again.exit_code == 0, again.output
-    assert verify(directory).sound
-    assert {path.name for path in directory.iterdir() if path.name.startswith(".")} == {".lock"}
+    command = ["experiment", "run", str(config), "--set", "arms={plain: {policy: linear}}"]
+    program = [sys.executable, "-c", killed + "app(sys.argv[1:])", *command, "--output", str(killed_in)]
+    assert subprocess.run(program, cwd=REPOSITORY, check=False).returncode == -signal.SIGKILL
+    assert (killed_in / "trace.jsonl").read_text() == "{"
+    for resume in ((), ("--resume",)):
+        shutil.copytree(killed_in, directory)
+        again = CliRunner().invoke(app, [*command, "--output", str(directory), *resume])
+        assert again.exit_code == 0, again.output
+        assert verify(directory).sound
+        assert {path.name for path in directory.iterdir() if path.name.startswith(".")} == {".lock"}
+        shutil.rmtree(directory)
 
 
 def test_an_interrupted_start_leaves_an_empty_directory(

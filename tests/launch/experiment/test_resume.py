@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,10 +29,17 @@ def run(tmp_path: Path, *options: str, **values: Any) -> Result:
     return CliRunner().invoke(app, ["experiment", "run", str(config), "-o", str(tmp_path / "run"), *options])
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an experiment that has been run, for tests that damage copies."""
+    folder = tmp_path_factory.mktemp("finished")
+    assert run(folder).exit_code == 0
+    return folder / "run"
+
+
 @pytest.mark.usefixtures("leaves_nothing")
-def test_runs_with_damaged_records_are_made_again(tmp_path: Path) -> None:
-    directory = tmp_path / "run"
-    assert run(tmp_path).exit_code == 0
+def test_runs_with_damaged_records_are_made_again(finished: Path, tmp_path: Path) -> None:
+    directory = shutil.copytree(finished, tmp_path / "run")
     changed, lost, *intact = (directory / each.path for each in read_experiment(directory).runs)
     text = (changed / "run.jsonl").read_bytes()
     (changed / "run.jsonl").write_bytes(text[: len(text) // 2])
@@ -54,9 +62,8 @@ def test_runs_with_damaged_records_are_made_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("leaves_nothing")
-def test_lost_files_of_the_experiment_itself_are_written_again(tmp_path: Path) -> None:
-    directory = tmp_path / "run"
-    assert run(tmp_path).exit_code == 0
+def test_lost_files_of_the_experiment_itself_are_written_again(finished: Path, tmp_path: Path) -> None:
+    directory = shutil.copytree(finished, tmp_path / "run")
     (directory / "config.yaml").write_text("cut")
     (directory / "environment.json").unlink()
     (directory / "trace.jsonl").unlink()
@@ -70,9 +77,8 @@ def test_lost_files_of_the_experiment_itself_are_written_again(tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("leaves_nothing")
-def test_a_damaged_environment_and_a_changed_trace_are_reported_with_the_remedy(tmp_path: Path) -> None:
-    directory = tmp_path / "run"
-    assert run(tmp_path, repeats=1).exit_code == 0
+def test_a_damaged_environment_and_a_changed_trace_are_reported_with_the_remedy(finished: Path, tmp_path: Path) -> None:
+    directory = shutil.copytree(finished, tmp_path / "run")
     noted, trace = directory / "environment.json", directory / "trace.jsonl"
     noted.write_bytes(noted.read_bytes()[:100])
     [problem] = verify(directory).problems
@@ -81,12 +87,12 @@ def test_a_damaged_environment_and_a_changed_trace_are_reported_with_the_remedy(
     stored = trace.read_bytes()
     trace.write_bytes(stored + b"\n")
 
-    refused = run(tmp_path, "--resume", repeats=1)
+    refused = run(tmp_path, "--resume")
 
     assert refused.exit_code == 2
     assert f"; remove {trace}, and it is made again" in "".join(refused.output.splitlines())
     trace.unlink()
-    resumed = run(tmp_path, "--resume", repeats=1)
+    resumed = run(tmp_path, "--resume")
     assert resumed.exit_code == 0, resumed.output
     assert "environment.json was damaged; the new one has the conditions of now" in resumed.output
     assert trace.read_bytes() == stored
