@@ -201,6 +201,7 @@ def test_the_option_in_any_case(tmp_path: Path) -> None:
     assert "error: no request in the compared part of the plan is of class HEAVY" in invoke("--class", "heavy")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_an_experiments_class_is_that_of_compare_and_report_unless_an_option_is_given(
     experiment: MakeExperiment, tmp_path: Path
 ) -> None:

@@ -63,6 +63,7 @@ def test_runs_with_a_session_for_each_request_are_not_called_warm(tmp_path: Path
     assert keys(run) == {(one.session_id, one.turn, one.chat_id) for one in again.requests}
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_loader_s_other_options_are_kept_too(tmp_path: Path) -> None:
     trace = mooncake(tmp_path / "trace.jsonl", spacing=0.1)
     options = ["--time-unit", "ms", "--block-tokens", BLOCK_TOKENS, "--chain", "keep"]
