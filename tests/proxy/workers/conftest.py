@@ -30,14 +30,14 @@ class Workers:
 
     def __init__(self, served: ServeProcess, engines: list[StubEngine], folder: Path, admin_port: int | None) -> None:
         self.served = served
-        self._admin = served.url if admin_port is None else f"http://127.0.0.1:{admin_port}"
+        self.admin = served.url if admin_port is None else f"http://127.0.0.1:{admin_port}"
         self.engines = engines
         self.folder = folder
         self._numbers = counter()
 
     async def get(self, path: str) -> dict[str, Any]:
         """The JSON of an admin endpoint."""
-        answer = await self.served.client.get(self._admin + path, headers=AUTHORIZED)
+        answer = await self.served.client.get(self.admin + path, headers=AUTHORIZED)
         found: dict[str, Any] = answer.json()
         return found
 
@@ -104,7 +104,7 @@ async def _ended(served: ServeProcess) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _running(
+async def running(
     folder: Path, count: int = 2, engines: Sequence[StubEngine] | int = 2, **settings: Any
 ) -> AsyncIterator[Workers]:
     """A proxy of ``count`` workers in front of ``engines``; all of them serve."""
@@ -137,7 +137,7 @@ async def start_workers(tmp_path: Path) -> AsyncIterator[StartWorkers]:
     async with contextlib.AsyncExitStack() as stack:
 
         async def start(*arguments: Any, **settings: Any) -> Workers:
-            return await stack.enter_async_context(_running(tmp_path, *arguments, **settings))
+            return await stack.enter_async_context(running(tmp_path, *arguments, **settings))
 
         yield start
 
@@ -150,9 +150,13 @@ async def two_workers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator
     found them, but for requests that it has sent.
     """
     folder = tmp_path_factory.mktemp("workers")
-    files: dict[str, Any] = {
+    async with running(folder, **files_in(folder)) as workers:
+        yield workers
+
+
+def files_in(folder: Path) -> dict[str, Any]:
+    """Settings of the files of ``two_workers``."""
+    return {
         "breakdown": {"jsonl_path": str(folder / "rows.jsonl")},
         "logs": {"access": str(folder / "access.jsonl")},
     }
-    async with _running(folder, **files) as workers:
-        yield workers

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
 
 from bench.replicas.processes import free_port
 from tests.proxy.serve_process import until
 from tests.proxy.sharing.store_server import StoreServer, needs_store
-from tests.proxy.workers.conftest import AUTHORIZED, StartWorkers, Workers
+from tests.proxy.workers.conftest import AUTHORIZED, StartWorkers, Workers, files_in, running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def two_workers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Workers]:
+    """As those of other modules, with the admin endpoints on a port of their own."""
+    folder = tmp_path_factory.mktemp("workers")
+    async with running(folder, admin={"port": free_port()}, **files_in(folder)) as workers:
+        yield workers
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -36,15 +46,16 @@ async def test_rows_are_in_a_file_of_each_worker_and_the_access_log_has_all(two_
     assert not rows.exists()
 
 
-async def test_the_admin_port_answers_for_all_workers(start_workers: StartWorkers) -> None:
-    port = free_port()
-    workers = await start_workers(2, admin={"port": port})
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_admin_port_answers_for_all_workers(two_workers: Workers) -> None:
+    workers = two_workers
+    before = (await workers.get("/stats"))["requests"]["finished"]
     await workers.completed(20)
     assert (await workers.served.client.get("/stats", headers=AUTHORIZED)).status_code == 404
     for _ in range(6):
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=30) as admin:
+        async with httpx.AsyncClient(base_url=workers.admin, trust_env=False, timeout=30) as admin:
             stats = (await admin.get("/stats", headers=AUTHORIZED)).json()
-            assert stats["requests"]["finished"] == 20
+            assert stats["requests"]["finished"] == before + 20
             assert (await admin.get("/stats")).status_code == 401
             assert (await admin.post("/instances/inst-0/drain")).status_code == 401
 
@@ -55,7 +66,7 @@ async def test_an_answer_of_one_worker_names_it(two_workers: Workers) -> None:
     named = set()
     for _ in range(20):
         async with workers.new_client() as client:
-            named.add((await client.get("/replicas")).headers["x-warmroute-worker"])
+            named.add((await client.get(f"{workers.admin}/replicas")).headers["x-warmroute-worker"])
     assert named == {"0", "1"}
 
 
