@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -105,7 +106,7 @@ def test_every_reader_of_a_made_trace_reads_it_as_it_was_made(tmp_path: Path) ->
     """Blocks of a size that is not detected, and arrivals that only a given unit of time lets pass."""
     synth = {"requests": 40, "seed": 3, "rate_per_s": 20_000.0, "length_scale": 0.1, "block_tokens": 48}
     directory = tmp_path / "run"
-    config = written(tmp_path, trace={"synth": synth}, replay={})
+    config = written(tmp_path, trace={"synth": synth}, replay={}, repeats=1)
     ended = CliRunner().invoke(app, ["experiment", "run", str(config), "--output", str(directory)])
     assert ended.exit_code == 0, ended.output
     assert "slow against plain:" in ended.output
@@ -194,11 +195,18 @@ def test_a_class_that_changes_during_the_experiment_fails_the_run(own: Path, tmp
     assert "module own_policy has changed since the experiment began" in ended.output
 
 
-def test_a_record_with_an_objective_s_tokens_alone_is_verified_with_a_warning(tmp_path: Path) -> None:
-    """Earlier versions accepted that."""
-    directory = tmp_path / "run"
-    config = written(tmp_path, arms={"plain": {"policy": "linear"}}, repeats=1)
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an experiment that has been run once, for tests that change copies."""
+    folder = tmp_path_factory.mktemp("finished")
+    config, directory = written(folder, repeats=1), folder / "run"
     assert CliRunner().invoke(app, ["experiment", "run", str(config), "--output", str(directory)]).exit_code == 0
+    return directory
+
+
+def test_a_record_with_an_objective_s_tokens_alone_is_verified_with_a_warning(finished: Path, tmp_path: Path) -> None:
+    """Earlier versions accepted that."""
+    directory = shutil.copytree(finished, tmp_path / "run")
     path = directory / "experiment.json"
     state = json.loads(path.read_text())
     state["config"]["comparison"]["slo"]["tokens"] = "new"
@@ -213,11 +221,10 @@ def test_a_record_with_an_objective_s_tokens_alone_is_verified_with_a_warning(tm
     assert "the runs are not those that the settings plan, in that order" in verify(directory).problems
 
 
-def test_a_record_with_an_objective_s_tokens_alone_is_resumed_without_the_key(tmp_path: Path) -> None:
+def test_a_record_with_an_objective_s_tokens_alone_is_resumed_without_the_key(finished: Path, tmp_path: Path) -> None:
     """A file that has it is refused now, with the advice to remove it."""
-    directory = tmp_path / "run"
+    directory = shutil.copytree(finished, tmp_path / "run")
     config = written(tmp_path, repeats=1)
-    assert CliRunner().invoke(app, ["experiment", "run", str(config), "--output", str(directory)]).exit_code == 0
     path = directory / "experiment.json"
     state = json.loads(path.read_text())
     state["config"]["comparison"]["slo"]["tokens"] = "new"
