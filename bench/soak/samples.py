@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import msgspec
 import psutil
-from scipy import stats
 
 
 class ProcessSample(msgspec.Struct, frozen=True):
@@ -65,6 +64,8 @@ def trend(at_s: Sequence[float], values: Sequence[float]) -> Trend:
     """Slope of ``values`` over ``at_s``; 0 for fewer than three samples."""
     if len(values) < 3:
         return Trend(values[0] if values else 0.0, values[-1] if values else 0.0, 0.0, 0.0)
+    from scipy import stats  # takes most of a second to import
+
     slope = float(stats.theilslopes(values, at_s).slope)
     window_s = at_s[-1] - at_s[0]
     return Trend(values[0], values[-1], round(slope * 3600, 3), round(slope * window_s, 3))

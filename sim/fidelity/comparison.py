@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from scipy import stats
 
 from sim.fidelity.recording import Recording
 from sim.fidelity.resimulate import ResimulatedRequest
@@ -77,6 +76,8 @@ def compare(recording: Recording, outcomes: dict[str, ResimulatedRequest]) -> Fi
 
 
 def _metric(name: str, measured: np.ndarray, simulated: np.ndarray) -> LatencyComparison:
+    from scipy import stats  # takes most of a second to import
+
     off = np.abs(np.log(simulated / measured))
     same = len(measured) < 3 or np.ptp(measured) == 0 or np.ptp(simulated) == 0
     return LatencyComparison(

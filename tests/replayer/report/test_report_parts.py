@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from matplotlib.patches import Rectangle
-from scipy.stats import binom
 
 from replayer.records.breakdown_rows import BreakdownError, BreakdownRow, Leg, read_rows, rows_of
 from replayer.records.runs import RequestRecord, Run, RunHeader
@@ -41,6 +40,8 @@ def record(session: str = "s", turn: int = 1, **more: Any) -> RequestRecord:
 
 @pytest.mark.parametrize("size", [6, 7, 10, 25, 60, 1000])
 def test_the_median_lies_between_the_two_order_statistics_with_95_per_cent(size: int) -> None:
+    from scipy.stats import binom  # takes most of a second, in each process that collects this file
+
     low, high = order_statistics(size)
     # The median is outside when no more than `low` of the values lie on one of its sides.
     assert 1 - 2 * binom.cdf(low, size, 0.5) >= 0.95
