@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 import pytest_asyncio
 
 from tests.proxy.conftest import StartProxy
 from tests.proxy.stub_engine import StubEngine
 from tests.proxy.typed_engine import TypedEngine
+
+if TYPE_CHECKING:
+    import openai
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -21,6 +23,13 @@ MESSAGES: Any = [{"role": "system", "content": "be brief " * 100}, {"role": "use
 FUNCTION = {"name": "read", "description": "Read a file", "parameters": {"type": "object", "properties": {}}}
 CHAT_TOOLS: Any = [{"type": "function", "function": FUNCTION}]
 RESPONSE_TOOLS: Any = [{"type": "function", **FUNCTION}]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _library() -> None:
+    """Import it with the first test: it takes a second, in each process that collects this file."""
+    global openai
+    import openai
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

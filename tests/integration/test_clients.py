@@ -8,7 +8,6 @@ import shutil
 from typing import Any
 
 import aiohttp
-import openai
 import pytest
 
 from tests.integration.conftest import StartCluster
@@ -48,6 +47,8 @@ async def test_curl_streamed_and_not(start_cluster: StartCluster) -> None:
 
 
 async def test_openai_client_completions_chat_stream_models_and_errors(start_cluster: StartCluster) -> None:
+    import openai  # takes a second, in each process that collects this file
+
     cluster = await start_cluster(2, *SCALE)
     async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="unused", max_retries=0) as client:
         assert [model.id for model in (await client.models.list()).data] == ["warm-sim"]
