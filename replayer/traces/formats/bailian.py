@@ -19,13 +19,14 @@ import zstandard
 from replayer.records.counted import counted
 from replayer.records.json_errors import BAD_JSON
 from replayer.records.outputs import replacing
+from replayer.traces.formats.checks import Number
 from replayer.traces.formats.source import iter_lines
 from replayer.traces.trace import TraceError, TraceRequest
 
 
 class _Row(msgspec.Struct):
     chat_id: int | str
-    timestamp: float
+    timestamp: Number
     input_length: int
     output_length: int
     hash_ids: list[int]
@@ -33,8 +34,8 @@ class _Row(msgspec.Struct):
     turn: int | None = None
     type: str | None = None
     session_id: str | int | None = None
-    think_time: float | None = None
-    api_time: float | None = None
+    think_time: Number | None = None
+    api_time: Number | None = None
     subagent: bool | str | int | None = None
     tenant: str | int | None = None
     lengths_only: bool | None = None

@@ -6,13 +6,17 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Annotated
 
+import msgspec
 import numpy as np
 
 from replayer.traces.trace import TailRule, TraceError, TraceRequest
 
 BLOCK_SIZES = (16, 32, 64, 128, 256, 512, 1024)
 UNITS_S = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+Number = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
+"""A field for a time. Decoders that are not strict take the texts "nan" and "inf" for numbers; this refuses them."""
 MIN_RATE, MAX_RATE = 1 / 1800, 5000.0
 """Plausible requests per second; the busiest public traces stay below 1,000."""
 MIN_REQUESTS_FOR_RATE = 10

@@ -14,12 +14,13 @@ import msgspec
 
 from replayer.records.json_errors import BAD_JSON
 from replayer.traces.formats.bailian import check_lengths, id_array
+from replayer.traces.formats.checks import Number
 from replayer.traces.formats.source import iter_lines
 from replayer.traces.trace import TraceError, TraceRequest
 
 
 class _Row(msgspec.Struct):
-    timestamp: float
+    timestamp: Number
     input_length: int
     output_length: int
     hash_ids: list[int]

@@ -21,6 +21,7 @@ import msgspec
 
 from replayer.records.json_errors import BAD_JSON
 from replayer.traces.formats.bailian import check_lengths, id_array
+from replayer.traces.formats.checks import Number
 from replayer.traces.formats.source import iter_json_members
 from replayer.traces.trace import TraceError, TraceRequest
 
@@ -30,13 +31,13 @@ DEFAULT_BLOCK_TOKENS = 64
 class _Entry(msgspec.Struct):
     """A call, or (with ``requests``) a sub-agent's marker."""
 
-    t: float
+    t: Number
     type: str = "n"
     input_length: int = msgspec.field(default=0, name="in")
     output_length: int = msgspec.field(default=0, name="out")
     hash_ids: list[int] = []
-    api_time: float | None = None
-    think_time: float | None = None
+    api_time: Number | None = None
+    think_time: Number | None = None
     agent_id: str | None = None
     requests: list[_Entry] | None = None
 

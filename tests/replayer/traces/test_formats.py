@@ -180,6 +180,8 @@ def test_one_id_too_many_is_cut_and_noted(tmp_path: Path) -> None:
         (json.dumps(row(0)), "occurs twice"),
         (json.dumps(row(1, input_length=1807.5)), r"Expected `int`, got `float` - at `\$\.input_length`"),
         (json.dumps(row(1, hash_ids=[1.5, 2, 3])), r"Expected `int`, got `float` - at `\$\.hash_ids"),
+        (json.dumps(row(1, timestamp="nan")), r"Expected `float` >= -1e\+300 - at `\$\.timestamp`"),
+        (json.dumps(row(1, think_time="inf")), r"Expected `float` <= 1e\+300 - at `\$\.think_time`"),
     ],
 )
 def test_a_bad_line_is_named_with_file_and_number(tmp_path: Path, line: str, words: str) -> None:
