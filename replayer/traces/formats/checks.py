@@ -45,8 +45,8 @@ def check_unit(times_s: Sequence[float], unit: str, where: str) -> None:
     """
     first_s, last_s = min(times_s, default=0.0), max(times_s, default=0.0)
     _check_dates(first_s, unit, where)
-    if first_s < FIRST_DATE_S <= last_s <= LAST_DATE_S:
-        return  # some are dates and some are not, so no unit is to blame: `check_clock` refuses them
+    if _some_are_dates(times_s):
+        return  # no unit is to blame: `check_clock` refuses them
     span_s = last_s - first_s
     if len(times_s) < MIN_REQUESTS_FOR_RATE or span_s <= 0:
         return
@@ -61,6 +61,18 @@ def check_unit(times_s: Sequence[float], unit: str, where: str) -> None:
         f"{where}: read as {unit}, the first {len(times_s)} requests arrive at {rate:.3g} per second, which is "
         f"implausible; {advice} (or use --time-unit {unit} to insist)"
     )
+
+
+def _some_are_dates(times_s: Sequence[float]) -> bool:
+    """True where dates stand beside times that are none, further apart than those of either kind.
+
+    Milliseconds from 0 on, read as seconds, reach numbers as large, but spread evenly.
+    """
+    dates = [each for each in times_s if FIRST_DATE_S <= each <= LAST_DATE_S]
+    others = [each for each in times_s if each < FIRST_DATE_S]
+    if not dates or not others:
+        return False
+    return min(dates) - max(others) > max(max(dates) - min(dates), max(others) - min(others))
 
 
 def _check_dates(time_s: float, unit: str, where: str) -> None:
