@@ -74,9 +74,9 @@ def replacing(path: Path, *, new: bool = False) -> Iterator[IO[bytes]]:
         raise
 
 
-def not_written(error: OSError, output: Path) -> str:
-    """Text for a user about an output that cannot be written."""
-    return f"cannot write {error.filename or output}: {error.strerror or error}; choose another --output"
+def not_written(error: OSError, output: Path, option: str = "--output") -> str:
+    """Text for a user about an output that cannot be written, with the option that names it."""
+    return f"cannot write {error.filename or output}: {error.strerror or error}; choose another {option}"
 
 
 @contextmanager

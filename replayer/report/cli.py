@@ -135,9 +135,12 @@ def report_command(
         _stop(f"--session {error.args[0]}: no run has a session of that id")
     try:
         write_report(output, page.html)
-        drawn = save_all(page.drawings, figures) if figures is not None else []
     except OSError as error:
         _stop(not_written(error, output))
+    try:
+        drawn = save_all(page.drawings, figures) if figures is not None else []
+    except OSError as error:
+        _stop(not_written(error, figures or output, "--figures"))
     console = Console(highlight=False)
     if comparisons:
         print_verdict(console, comparisons, among_the_best)

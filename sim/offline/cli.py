@@ -265,9 +265,9 @@ def simulate_command(
     except FileExistsError as error:
         _stop(f"{error.filename}: already exists; give another name, or remove it")
     except (SimulationError, TraceError, UnknownPolicyError, PolicyParameterError, PolicyFailedError, OSError) as error:
-        outputs = {str(each): each for each in (output or Path("run.jsonl"), breakdown_output) if each is not None}
+        outputs = {str(output or "run.jsonl"): "--output", str(breakdown_output): "--breakdown-output"}
         if isinstance(error, OSError) and error.filename in outputs:
-            _stop(not_written(error, outputs[error.filename]))
+            _stop(not_written(error, Path(error.filename), outputs[error.filename]))
         _stop(error)
     except NoCandidateError as error:
         _stop(f"{error}: policy {policy} accepts none of the instances")

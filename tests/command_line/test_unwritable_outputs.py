@@ -47,3 +47,15 @@ def test_the_error_names_the_file_and_the_remedy(app: typer.Typer, folder: Path,
     done = RUNNER.invoke(app, [*given, "-o", "/proc/x"])
     assert done.exit_code == 2
     assert done.stderr == "error: cannot write /proc/x: No such file or directory; choose another --output\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [(["report", "run.jsonl"], "--figures"), (["simulate", "trace.jsonl"], "--breakdown-output")],
+)
+def test_the_remedy_names_the_option_of_a_second_output(
+    app: typer.Typer, folder: Path, tmp_path: Path, command: list[str], option: str
+) -> None:
+    done = RUNNER.invoke(app, [command[0], str(folder / command[1]), "-o", str(tmp_path / "x"), option, "/proc/x"])
+    assert done.exit_code == 2
+    assert done.stderr == f"error: cannot write /proc/x: No such file or directory; choose another {option}\n"
