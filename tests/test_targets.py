@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -66,3 +67,18 @@ def test_a_folder_that_the_other_parts_leave_out_has_its_marker_in_every_file() 
     assert [
         path for path in files if not re.search(r"^pytestmark = .*\bmark\.ui\b", path.read_text(), re.MULTILINE)
     ] == []
+
+
+@pytest.mark.parametrize(("uv_fails", "by"), [(False, ["uv"]), (True, ["uv", "pip"])])
+def test_pip_installs_where_uv_cannot(uv_fails: bool, by: list[str], tmp_path: Path) -> None:
+    calls = tmp_path / "calls"
+    for name, line in (("uv", f"exit {int(uv_fails)}"), ("python", "")):
+        program = tmp_path / name
+        program.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n{line}\n', encoding="utf-8")
+        program.chmod(0o755)
+    goal = f"probe:\n\t$(call install,{tmp_path}/python,--no-deps WHAT)"
+    subprocess.run(["make", "--eval", goal, "probe", f"BIN={tmp_path}"], cwd=ROOT, check=True, timeout=60)
+    made = [line.removeprefix("-m ") for line in calls.read_text(encoding="utf-8").splitlines()]
+    assert ["uv" if "--python" in line else line.split()[0] for line in made] == by
+    assert all(line.split()[1:2] == ["install"] or line.startswith("pip install") for line in made)
+    assert all("--no-deps WHAT" in line for line in made)
