@@ -9,7 +9,6 @@ import pytest
 
 from bench.routers.records import read_records
 from bench.routers.table import lines_of
-from replayer.records.classes import PlannedClass, planned_class
 from replayer.records.runs import RequestRecord
 
 _DOCS = Path(__file__).parents[3] / "docs"
@@ -21,6 +20,7 @@ _PAGE = (_DOCS / "head-to-head.md").read_text(encoding="utf-8")
     [
         ("head to head", "head-to-head-h100-2x", None, "warm"),
         ("chat", "routers-chat-h100-2x", 32.3, "warm"),
+        ("chat, token ids", "routers-chat-h200", 26.7, "warm"),
         ("hand-offs", "hand-offs-h100-2x", None, "warm"),
         ("own GPUs", "hand-offs-h100-4x", 78.3, "warm"),
         ("own GPUs, second", "hand-offs-h100-4x-second", 90.1, "warm"),
@@ -39,54 +39,6 @@ def test_the_page_shows_the_table_of_the_kept_records(
     shown = _PAGE.partition(f"<!-- {name}: begin -->")[2].partition(f"<!-- {name}: end -->")[0].strip()
     records = read_records(_DOCS / "results" / folder)
     assert shown == "\n".join(lines_of(list(records.values()), base, skip_first_s)).strip()
-
-
-def test_what_the_page_and_the_readme_say_of_chat() -> None:
-    page = " ".join(_PAGE.partition("## Chat on two H100s")[2].partition("<!-- chat: begin -->")[0].split())
-    readme = (_DOCS.parent / "README.md").read_text(encoding="utf-8")
-    e2e: dict[str, list[float]] = {}
-    ttft: dict[str, list[float]] = {}
-    long: dict[str, list[float]] = {}
-    means: dict[str, list[float]] = {}
-    answered = 0
-    for run in read_records(_DOCS / "results" / "routers-chat-h100-2x").values():
-        records = [each.record() for each in run.requests]
-        answered += sum(each.ok for each in records)
-        judged = [each for each in records if each.trace_timestamp_s >= 32.3]
-        e2e.setdefault(run.label, []).extend(each.e2e_scheduled_s or 0.0 for each in judged)
-        ttft.setdefault(run.label, []).extend(each.ttft_scheduled_s or 0.0 for each in judged)
-        heavy = [each for each in judged if planned_class(each) is PlannedClass.HEAVY]
-        assert len(heavy) == 23
-        long.setdefault(run.label, []).extend(each.ttft_scheduled_s or 0.0 for each in heavy)
-        means.setdefault(run.label, []).append(float(np.mean([each.e2e_scheduled_s for each in judged])))
-    warm, vllm, even, sglang, lmetric = (
-        "warm",
-        "vllm:cache_aware",
-        "vllm:round_robin",
-        "sglang:cache_aware",
-        "lmetric",
-    )
-    mean = {label: f"{np.mean(times):.1f}" for label, times in e2e.items()}
-    p90 = {label: f"{np.quantile(times, 0.9):.1f}" for label, times in ttft.items()}
-    waits = {label: f"{np.mean(times):.1f}" for label, times in long.items()}
-    assert min(means[lmetric]) > max(means[warm])
-    assert waits[lmetric] == waits[vllm]
-    for said in (
-        f"mean E2E is {mean[warm]} s, vLLM Router's `cache_aware` takes {mean[vllm]} s and its `round_robin` "
-        f"{mean[even]} s, SGLang's gateway {mean[sglang]} s; TTFT p90 is {p90[warm]}, {p90[vllm]}, {p90[even]} and "
-        f"{p90[sglang]} s",
-        f"(mean E2E {mean[lmetric]} s, above `warm` in every run)",
-        f"TTFT p90 is {p90[lmetric]} s (",
-        f"wait {waits[warm]} s for their first token, {waits[lmetric]} s with `lmetric` and vLLM Router's "
-        f"`cache_aware`, {waits[sglang]} s with SGLang's gateway, {waits[even]} s with `round_robin`",
-        f"All {answered:,} requests were answered",
-    ):
-        assert said in page, said
-    assert (
-        f"| mean E2E of chat, eight vLLM instances on two H100s | `warm` {mean[warm]} s | vLLM Router `cache_aware` "
-        f"{mean[vllm]} s, `round_robin` {mean[even]} s · SGLang gateway `cache_aware` {mean[sglang]} s · `lmetric` "
-        f"{mean[lmetric]} s |" in readme
-    )
 
 
 def test_what_the_page_says_of_hand_offs_by_length() -> None:
