@@ -85,6 +85,7 @@ def imports_of(tree: ast.AST) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("module", "not_needed"),
     [
+        ("sim.__main__", {"numpy", "pydantic", "rich.console"}),
         ("sim.server.main", {"aiohttp", "httpx", "numpy", "zmq"}),
         ("proxy.workers.supervisor", {"fastapi", "httpx", "numpy", "uvicorn", "zmq"}),
         ("launch.experiment.run.runner", {"jinja2", "matplotlib", "scipy.stats"}),
