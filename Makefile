@@ -56,7 +56,7 @@ imports: $(READY) ## which folder may import which
 	$(BIN)/lint-imports
 
 # Each file is run by one process, which makes its fixtures once; `loadgroup` groups nothing with pytest 9.2
-# (pytest-xdist issue 1386). In the order of collection, since files of few tests can be the slow ones.
+# (pytest-xdist issue 1386). In the order of collection, as files of few tests can be slow; the longest are marked `first`.
 PYTEST := $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --ignore tests/ui $(RERUN)
 
 unit: $(READY) ## pytest only

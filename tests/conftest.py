@@ -53,6 +53,11 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with the marker `first` come first, so that no process of pytest is left alone with one in the end."""
+    items.sort(key=lambda item: item.get_closest_marker("first") is None)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Every proxy looks at what is installed, package by package; two thousand of them, and modules that make policies
     when they are collected, need not."""

@@ -6,8 +6,11 @@ import itertools
 import re
 import subprocess
 from pathlib import Path
+from typing import NamedTuple, cast
 
 import pytest
+
+from tests.conftest import pytest_collection_modifyitems
 
 ROOT = Path(__file__).parents[1]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -82,3 +85,27 @@ def test_pip_installs_where_uv_cannot(uv_fails: bool, by: list[str], tmp_path: P
     assert ["uv" if "--python" in line else line.split()[0] for line in made] == by
     assert all(line.split()[1:2] == ["install"] or line.startswith("pip install") for line in made)
     assert all("--no-deps WHAT" in line for line in made)
+
+
+class _Item(NamedTuple):
+    """A collected test, as far as the order needs it."""
+
+    nodeid: str
+    first: bool
+
+    def get_closest_marker(self, name: str) -> bool | None:
+        return True if name == "first" and self.first else None
+
+
+def test_files_with_the_marker_first_are_started_before_the_others() -> None:
+    items = [_Item("a", False), _Item("b", True), _Item("c", False), _Item("d", True)]
+    pytest_collection_modifyitems(cast(list[pytest.Item], items))
+    assert [item.nodeid for item in items] == ["b", "d", "a", "c"]
+
+
+def test_the_marker_first_is_of_whole_files() -> None:
+    """Else the tests of a file would not be in their order."""
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py")]
+    uses = [line for text in texts for line in text.splitlines() if re.search(r"\bmark\.first\b", line)]
+    assert uses
+    assert [line for line in uses if not line.startswith("pytestmark = ")] == []

@@ -21,6 +21,8 @@ from bench.data_plane.quantities import Scale, measurements
 from bench.data_plane.report.table import show
 from bench.data_plane.report.watching import watching
 
+pytestmark = pytest.mark.first
+
 TINY = Scale(
     requests={"2k": 20, "130k": 10, "350k": 4, "ids": 4, "sessions": 12},
     pairs=5,

@@ -20,7 +20,7 @@ from proxy.gather.peers import PROBE_S
 from tests.proxy.serve_process import until, write_settings
 from tests.proxy.workers.conftest import AUTHORIZED, StartWorkers, Workers
 
-pytestmark = pytest.mark.fleet
+pytestmark = [pytest.mark.fleet, pytest.mark.first]
 
 
 async def whose(workers: Workers) -> dict[int, int]:

@@ -17,7 +17,7 @@ from tests.policies.test_registry import declare
 from tests.proxy.serve_process import until
 from tests.proxy.workers.conftest import StartWorkers, Workers
 
-pytestmark = [pytest.mark.fleet, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.fleet, pytest.mark.first, pytest.mark.timeout(600)]
 
 SHORT_S = 3.0
 LONG_S = 10.0

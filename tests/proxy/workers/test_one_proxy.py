@@ -11,7 +11,7 @@ from tests.proxy.serve_process import until
 from tests.proxy.typed_engine import TypedEngine
 from tests.proxy.workers.conftest import AUTHORIZED, StartWorkers, Workers
 
-pytestmark = pytest.mark.fleet
+pytestmark = [pytest.mark.fleet, pytest.mark.first]
 
 CONNECTIONS = 8
 """The kernel spreads them over two workers."""

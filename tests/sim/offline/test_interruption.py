@@ -15,6 +15,8 @@ from replayer.records.runs import read_run
 from replayer.traces.formats import bailian
 from tests.sim.offline.offline_runs import agents
 
+pytestmark = pytest.mark.first
+
 ROOT = Path(__file__).parents[3]
 LIMIT_S = 120.0
 STOPPING = """
