@@ -57,7 +57,8 @@ imports: $(READY) ## which folder may import which
 
 # Each file is run by one process, which makes its fixtures once; `loadgroup` groups nothing with pytest 9.2
 # (pytest-xdist issue 1386). In the order of collection, as files of few tests can be slow; the longest are marked `first`.
-PYTEST := $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --ignore tests/ui $(RERUN)
+BY_FILE := --dist loadfile --no-loadscope-reorder $(RERUN)
+PYTEST := $(BIN)/python -m pytest -n 4 --ignore tests/ui $(BY_FILE)
 
 unit: $(READY) ## pytest only
 	$(PYTEST) -m "not fleet and not quiet and not ui"
@@ -139,7 +140,7 @@ store: ## a Redis server, for the tests of replicas, which start their own (Debi
 	  { $$S systemctl disable --now redis-server 2>/dev/null || true; }; }
 
 test-package: $(READY) ## build the package, install it into fresh environments, run it there (about two minutes)
-	$(BIN)/python -m pytest -m package tests/package $(RERUN)
+	$(BIN)/python -m pytest -n 2 $(BY_FILE) -m package tests/package
 
 audit: $(READY) ## known vulnerabilities in what requirements.lock pins
 	$(BIN)/python .ci/audit.py

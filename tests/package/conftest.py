@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import httpx
 import pytest
 from uv import find_uv_bin
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
+PYTHONS = ("3.11", "3.13")
+"""Versions that the package is installed on: the oldest, and the newest that is tested."""
 DECOYS = ("sim.py", "proxy.py", "launch.py", "replayer.py", "configs.py")
 """Files of the folder the commands run in; none of them may be imported."""
 
@@ -123,14 +128,30 @@ def install(built: Built, folder: Path, version: str, extras: str = "") -> Insta
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports to listen on; below the range the kernel hands out itself."""
+    """Ports to listen on, others in each process of pytest; below the range the kernel hands out itself."""
     found: list[int] = []
-    for port in range(24101, 32000):
+    first = 24_101 + 1_000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    for port in range(first, first + 1_000):
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             found.append(port)
         if len(found) == count:
             return found
     raise OSError("no free ports")
+
+
+def wait_for(url: str, log: Path, *, bound_s: float = 150) -> None:
+    """Wait until this answers with status 200."""
+    ends_s = time.monotonic() + bound_s
+    while not _answers(url):
+        assert time.monotonic() < ends_s, f"{url}: no answer; {log.read_text(encoding='utf-8')}"
+        time.sleep(0.2)
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=2, trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 def _checked(*command: str) -> None:
@@ -142,8 +163,14 @@ def _checked(*command: str) -> None:
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """Source distribution, and the wheel made from it."""
-    folder = tmp_path_factory.mktemp("dist")
-    _checked(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT))
+    """Source distribution, and the wheel made from it; by the first process of pytest that needs them."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "dist"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # held for a build at most, which has a limit
+        if not (folder / "built").exists():
+            _checked(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT))
+            (folder / "built").touch()
     (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
     return Built(wheel, sdist)

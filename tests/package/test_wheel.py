@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 import tarfile
-import time
 import zipfile
 from contextlib import ExitStack
 from email import message_from_string
-from pathlib import Path
 
-import httpx
 import pytest
 
 import warmroute
-from tests.package.conftest import ROOT, Built, Installation, free_ports, install
+from tests.package.conftest import PYTHONS, ROOT, Built, Installation, free_ports, install, wait_for
 
-pytestmark = [pytest.mark.package, pytest.mark.timeout(600)]
-
-PYTHONS = ("3.11", "3.13")
+pytestmark = [pytest.mark.package, pytest.mark.first, pytest.mark.timeout(600)]
 
 
 def shipped() -> set[str]:
@@ -84,28 +78,8 @@ def lab(request: pytest.FixtureRequest, built: Built, tmp_path_factory: pytest.T
     return install(built, tmp_path_factory.mktemp("lab"), request.param, "[lab]")
 
 
-def answers(url: str) -> bool:
-    try:
-        return httpx.get(url, timeout=2, trust_env=False).status_code == 200
-    except httpx.TransportError:
-        return False
-
-
-def wait_for(url: str, log: Path, *, bound_s: float = 150) -> None:
-    ends_s = time.monotonic() + bound_s
-    while not answers(url):
-        assert time.monotonic() < ends_s, f"{url}: no answer; {log.read_text(encoding='utf-8')}"
-        time.sleep(0.2)
-
-
 def test_the_version_is_that_of_the_source(lab: Installation) -> None:
     assert lab.run("--version").stdout == f"warmroute {warmroute.__version__}\n"
-
-
-def test_the_demonstration_runs_and_writes_its_report(lab: Installation) -> None:
-    done = lab.run("demo", "--quick", "--output", "demo", timeout_s=500)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert (lab.folder / "demo" / "report.html").stat().st_size > 10_000
 
 
 def test_a_served_fleet_is_replayed_and_reported(lab: Installation) -> None:
@@ -137,29 +111,3 @@ def test_shipped_fleets_are_found_by_name(lab: Installation) -> None:
     done = lab.run("up", "sim-4x", "--dry-run")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "-m sim" in done.stdout
-
-
-# the core alone
-
-
-@pytest.fixture(scope="module")
-def core(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Installation:
-    return install(built, tmp_path_factory.mktemp("core"), f"{sys.version_info.major}.{sys.version_info.minor}")
-
-
-def test_the_core_serves(core: Installation) -> None:
-    assert core.run("serve", "--help").returncode == 0
-    engine, port = free_ports(2)
-    with core.running("serve", "--port", str(port), "--instance", f"http://127.0.0.1:{engine}") as log:
-        wait_for(f"http://127.0.0.1:{port}/health", log)
-
-
-@pytest.mark.parametrize("command", [("report", "a.jsonl", "b.jsonl"), ("replay", "a.jsonl"), ("demo",)])
-def test_the_core_names_the_extra_of_a_command_that_needs_one(command: tuple[str, ...], core: Installation) -> None:
-    for name in ("a.jsonl", "b.jsonl"):
-        (core.folder / name).touch()
-    done = core.run(*command)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: this command needs ")
-    assert done.stderr.endswith("pip install 'warmroute[lab]'\n")
-    assert len(done.stderr.splitlines()) == 1
