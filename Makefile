@@ -83,7 +83,7 @@ browser: ## Chromium from the distribution's packages, for `make test-ui`
 	  { echo "install Chromium or Chrome with this system's packages, so that chromium or google-chrome is on the PATH"; exit 1; }
 
 test-ui: $(READY) ## the dashboard in headless Chromium (`make browser` first; SCREENSHOTS=docs/images takes the pages' pictures)
-	WARMROUTE_SCREENSHOTS=$(SCREENSHOTS) $(BIN)/python -m pytest -m ui tests/ui $(RERUN)
+	WARMROUTE_SCREENSHOTS=$(SCREENSHOTS) $(BIN)/python -m pytest -n 2 $(BY_FILE) -m ui tests/ui
 
 collector: .collector/out/otelcol-warmroute ## OpenTelemetry collector for the tests of traces; needs Go (5 minutes on one core, 34 MB)
 

@@ -28,7 +28,7 @@ from tests.integration.fleet import ROOT, SimEngine, free_port
 from tests.integration.hop import Hop
 from tests.ui.rig import LiveProxy, answers, until
 
-pytestmark = [pytest.mark.ui, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.ui, pytest.mark.first, pytest.mark.timeout(180)]
 
 PROMETHEUS = shutil.which("prometheus")
 WITHIN_S = 10.0
@@ -224,14 +224,22 @@ def test_an_engine_is_killed(faulty: Faulty) -> None:
     faulty.recovers("instances")
 
 
-def test_its_events_stop(faulty: Faulty) -> None:
+def test_the_events_of_one_stop_and_a_hop_strips_a_header_of_another(faulty: Faulty) -> None:
+    """At once, as each has a condition of its own and is waited for."""
     faults = f"{faulty.proxy.engines[1].url}/sim/faults"
-    httpx.post(faults, json={"mode": "no_kv_events"}, trust_env=False).raise_for_status()
     try:
-        faulty.reported("kv_events", time.time())
+        began_s = time.time()
+        httpx.post(faults, json={"mode": "no_kv_events"}, trust_env=False).raise_for_status()
+        faulty.hop.strips = True
+        for _ in range(MeterSettings().min_requests):  # the condition is about so many answers of an instance
+            faulty.traffic()
+        stripped_s = time.time()
+        faulty.reported("kv_events", began_s)
+        faulty.reported("engine_headers", stripped_s)
     finally:
+        faulty.hop.strips = False
         httpx.post(faults, json={"mode": "none"}, trust_env=False).raise_for_status()
-    faulty.recovers("kv_events")
+    faulty.recovers("kv_events", "engine_headers")
 
 
 def test_its_hash_seed_changes(faulty: Faulty) -> None:
@@ -245,14 +253,3 @@ def test_its_hash_seed_changes(faulty: Faulty) -> None:
         engine.kill()
         faulty.restart(engine, "--hash-seed", "0")
     faulty.recovers("instances", "hash_seed")
-
-
-def test_a_hop_strips_a_header(faulty: Faulty) -> None:
-    faulty.hop.strips = True
-    try:
-        for _ in range(MeterSettings().min_requests):  # the condition is about so many answers of an instance
-            faulty.traffic()
-        faulty.reported("engine_headers", time.time())
-    finally:
-        faulty.hop.strips = False
-    faulty.recovers("engine_headers")

@@ -13,7 +13,7 @@ from playwright.sync_api import Page, expect
 from tests.ui.conftest import OpenPage
 from tests.ui.rig import LiveProxy, until
 
-pytestmark = [pytest.mark.ui, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.ui, pytest.mark.first, pytest.mark.timeout(180)]
 Screenshot = Callable[[Page, str], None]
 
 

@@ -11,7 +11,7 @@ from playwright.sync_api import Page, expect
 from tests.ui.conftest import OpenPage
 from tests.ui.rig import HOSTILE, KEY, LiveProxy, until
 
-pytestmark = [pytest.mark.ui, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.ui, pytest.mark.first, pytest.mark.timeout(180)]
 
 
 def test_the_page_asks_for_the_key_and_keeps_it_for_the_tab(open_page: OpenPage) -> None:
