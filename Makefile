@@ -75,7 +75,7 @@ test-engines: engines ## the proxy's tests on real engines (about 8 minutes)
 
 test-clients: $(READY) ## LiteLLM, LangChain, AIPerf, GuideLLM, Claude Code, Codex against the proxy (about 3 minutes, 9 GB)
 	$(BIN)/python -m tests.clients.extra.environments $(CLIENTS)
-	$(BIN)/python -m pytest -m clients_extra tests/clients/extra $(RERUN)
+	$(BIN)/python -m pytest -n 2 $(BY_FILE) -m clients_extra tests/clients/extra
 
 browser: ## Chromium from the distribution's packages, for `make test-ui`
 	@command -v chromium chromium-browser google-chrome || { command -v apt-get >/dev/null && \
