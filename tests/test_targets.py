@@ -55,6 +55,25 @@ def test_a_marker_is_used_only_in_the_folder_that_its_target_looks_in(marker: st
     assert [path for path in using if (ROOT / "tests" / folder) not in path.parents] == []
 
 
+def test_a_part_that_is_given_files_is_given_all_that_have_its_marker() -> None:
+    """Those are found by their own text. Tests of clients that are marked elsewhere skip in this part."""
+    for marker in re.findall(r"\$\(call with_marker,(\w+)\)", MAKEFILE):
+        marked = [
+            path
+            for path in (ROOT / "tests").rglob("*.py")
+            if re.search(rf"\bmark\.{marker}\b", path.read_text(encoding="utf-8"))
+        ]
+        elsewhere = [path for path in marked if not path.name.startswith("test_")]
+        assert elsewhere == ([ROOT / "tests" / "clients" / "extra" / "rig.py"] if marker == "fleet" else [])
+        asked = f"include Makefile\nshow:\n\t@echo $(call with_marker,{marker})\n"
+        command = ["make", "--no-print-directory", "--file", "-", "show"]
+        shown = subprocess.run(
+            command, cwd=ROOT, input=asked, capture_output=True, text=True, timeout=60, check=True
+        ).stdout
+        found = sorted(ROOT / each for each in shown.split())
+        assert found == sorted(path for path in marked if path not in elsewhere)
+
+
 def test_ci_runs_every_target_of_tests() -> None:
     commands = re.findall(r"^make ([\w-]+)", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), re.MULTILINE)
     targets = re.findall(r"^(test(?:-\w+)?):", MAKEFILE, re.MULTILINE)
