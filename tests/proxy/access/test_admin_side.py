@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import httpx
@@ -83,51 +84,51 @@ async def test_by_default_the_admin_side_is_on_the_loopback_listener_without_a_k
     assert proxy.core.admin_port is None
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "code"),
-    [
-        ("/policy", {"name": "warmest"}, "unknown_policy"),
-        ("/policy", {"name": "warm", "params": {"steps": 1}}, "policy_refused"),
-        ("/policy", {"name": "warm", "params": {"step_s": -1}}, "policy_refused"),
-        ("/policy", {"planner": "sometimes"}, "unknown_policy"),
-        ("/policy", {"params": {"steps": 1}}, "policy_refused"),
-        ("/policy", {"planner_params": {"steps": 1}}, "policy_refused"),
-        ("/admission", {"params": {"steps": 1}}, "admission_rule_refused"),
-        ("/admission", {"name": "session_caps"}, "unknown_admission_rule"),
-        ("/admission", {"name": "session_cap", "params": {"sessions": 0}}, "admission_rule_refused"),
-    ],
-)
+REFUSED_CHANGES: list[tuple[str, dict[str, Any], str]] = [
+    ("/policy", {"name": "warmest"}, "unknown_policy"),
+    ("/policy", {"name": "warm", "params": {"steps": 1}}, "policy_refused"),
+    ("/policy", {"name": "warm", "params": {"step_s": -1}}, "policy_refused"),
+    ("/policy", {"planner": "sometimes"}, "unknown_policy"),
+    ("/policy", {"params": {"steps": 1}}, "policy_refused"),
+    ("/policy", {"planner_params": {"steps": 1}}, "policy_refused"),
+    ("/admission", {"params": {"steps": 1}}, "admission_rule_refused"),
+    ("/admission", {"name": "session_caps"}, "unknown_admission_rule"),
+    ("/admission", {"name": "session_cap", "params": {"sessions": 0}}, "admission_rule_refused"),
+]
+
+
 async def test_an_unknown_name_and_a_wrong_parameter_have_codes_of_their_own(
-    start_proxy: StartProxy, path: str, body: dict[str, Any], code: str
+    start_proxy: StartProxy,
 ) -> None:
     proxy = await start_proxy(1)
-    answer = await proxy.client.put(path, json=body)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (400, code)
+    for path, body, expected in REFUSED_CHANGES:
+        answer = await proxy.client.put(path, json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, expected), (path, body)
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "message"),
-    [
-        (
-            "/policy",
-            b"",
-            "the body is missing: send a JSON object with fields of name, params, planner, planner_params",
-        ),
-        ("/policy", b'{"nam', "the body is not valid JSON: "),
-        ("/policy", b'"linear"', "the body must be a JSON object with fields of name, "),
-        ("/policy", b'{"policy": "linear"}', "body.policy: unknown key; known: name, params, planner, planner_params"),
-        ("/policy", b'{"params": "steps=1"}', "body.params: expected keys with values, found str"),
-        ("/admission", b'{"rule": 1}', "body.rule: unknown key; known: name, params, max_hold_s"),
-        ("/shadow", b'{"policy": 1}', "body.policy: unknown key; known: policies, planners, admission"),
-    ],
-)
+UNREADABLE: list[tuple[str, bytes, str]] = [
+    (
+        "/policy",
+        b"",
+        "the body is missing: send a JSON object with fields of name, params, planner, planner_params",
+    ),
+    ("/policy", b'{"nam', "the body is not valid JSON: "),
+    ("/policy", b'"linear"', "the body must be a JSON object with fields of name, "),
+    ("/policy", b'{"policy": "linear"}', "body.policy: unknown key; known: name, params, planner, planner_params"),
+    ("/policy", b'{"params": "steps=1"}', "body.params: expected keys with values, found str"),
+    ("/admission", b'{"rule": 1}', "body.rule: unknown key; known: name, params, max_hold_s"),
+    ("/shadow", b'{"policy": 1}', "body.policy: unknown key; known: policies, planners, admission"),
+]
+
+
 async def test_a_body_that_cannot_be_read_is_answered_with_what_to_send(
-    start_proxy: StartProxy, path: str, body: bytes, message: str
+    start_proxy: StartProxy,
 ) -> None:
     proxy = await start_proxy(1)
-    answer = await proxy.client.put(path, content=body)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["message"].startswith(message), answer.text
+    for path, body, message in UNREADABLE:
+        answer = await proxy.client.put(path, content=body)
+        assert answer.status_code == 400, (path, body)
+        assert answer.json()["error"]["message"].startswith(message), answer.text
 
 
 @pytest.mark.parametrize(
@@ -172,36 +173,36 @@ async def test_what_changes_the_fleet_needs_an_admin_key_even_on_loopback(start_
         assert code(await guarded.client.request(method, path, json={}, headers=bearer(KEY)))[0] == 401
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "allowed"),
-    [
-        ("DELETE", "/policy", "GET, PUT"),
-        ("POST", "/policy", "GET, PUT"),
-        ("HEAD", "/policy", "GET, PUT"),
-        ("GET", "/reload", "POST"),
-        ("PUT", "/instances", "GET, POST"),
-        ("PATCH", "/instances/inst-0", "DELETE, GET, PUT"),
-        ("POST", "/instances/inst-0/something/new", "DELETE, GET, PUT"),
-        ("POST", "/metrics", "GET"),
-    ],
-)
+LACKING: list[tuple[str, str, str]] = [
+    ("DELETE", "/policy", "GET, PUT"),
+    ("POST", "/policy", "GET, PUT"),
+    ("HEAD", "/policy", "GET, PUT"),
+    ("GET", "/reload", "POST"),
+    ("PUT", "/instances", "GET, POST"),
+    ("PATCH", "/instances/inst-0", "DELETE, GET, PUT"),
+    ("POST", "/instances/inst-0/something/new", "DELETE, GET, PUT"),
+    ("POST", "/metrics", "GET"),
+]
+
+
 async def test_a_method_that_an_admin_path_lacks_is_no_matter_of_keys(
-    start_proxy: StartProxy, method: str, path: str, allowed: str
+    start_proxy: StartProxy,
 ) -> None:
     proxy, guarded = await start_proxy(1), await start_proxy(1, keys=KEYS)
-    for answer in (
-        await proxy.client.request(method, path),
-        await guarded.client.request(method, path, headers=bearer(ADMIN)),
-    ):
-        assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
-        if method != "HEAD":
-            assert code(answer) == (405, "method_not_allowed")
-            assert answer.json()["error"]["message"] == f"{method} {path}: this path has {allowed} only"
-    assert (await guarded.client.request(method, path)).status_code == 401
     reachable = await start_proxy(1, host="0.0.0.0")
-    assert (await reachable.client.request(method, path)).status_code == 403
-    foreign = await proxy.client.request(method, path, headers={"host": "evil.example.com"})
-    assert foreign.status_code == 403
+    for method, path, allowed in LACKING:
+        for answer in (
+            await proxy.client.request(method, path),
+            await guarded.client.request(method, path, headers=bearer(ADMIN)),
+        ):
+            assert (answer.status_code, answer.headers["allow"]) == (405, allowed), (method, path)
+            if method != "HEAD":
+                assert code(answer) == (405, "method_not_allowed")
+                assert answer.json()["error"]["message"] == f"{method} {path}: this path has {allowed} only"
+        assert (await guarded.client.request(method, path)).status_code == 401, (method, path)
+        assert (await reachable.client.request(method, path)).status_code == 403, (method, path)
+        foreign = await proxy.client.request(method, path, headers={"host": "evil.example.com"})
+        assert foreign.status_code == 403, (method, path)
 
 
 async def test_a_path_that_only_begins_as_an_endpoints_is_not_found_with_a_key(start_proxy: StartProxy) -> None:
@@ -213,22 +214,22 @@ async def test_a_path_that_only_begins_as_an_endpoints_is_not_found_with_a_key(s
     assert "POST /policy/new: no admin endpoint has the path: GET /docs" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["/invocations", "/api/event_logging/batch", "/foo", "/%2e/reload", "/foo%2freload", "/", "/v1x/a"],
-)
-async def test_a_path_that_is_no_endpoint_is_not_found_whatever_the_key(start_proxy: StartProxy, path: str) -> None:
+async def test_a_path_that_is_no_endpoint_is_not_found_whatever_the_key(start_proxy: StartProxy) -> None:
     open_proxy, reachable = await start_proxy(1), await start_proxy(1, host="0.0.0.0")
     guarded = await start_proxy(1, keys=KEYS, admin={"port": 0})
+    paths = ("/invocations", "/api/event_logging/batch", "/foo", "/%2e/reload", "/foo%2freload", "/", "/v1x/a")
     async with admin_client(guarded) as admin:
-        for client in (open_proxy.client, reachable.client, guarded.client, admin):
-            for headers in ({}, bearer(KEY), bearer(ADMIN)):
-                for method in ("GET", "POST"):
-                    answer = await client.request(method, path, headers=headers)
-                    assert code(answer) == (404, "unknown_path")
-                    message = answer.json()["error"]["message"]
-                    assert ("/v1/chat/completions" in message) == (client is not admin)
-                    assert ("GET /docs" in message) == (client is not guarded.client)  # its endpoints are elsewhere
+        for path, client, headers, method in itertools.product(
+            paths,
+            (open_proxy.client, reachable.client, guarded.client, admin),
+            ({}, bearer(KEY), bearer(ADMIN)),
+            ("GET", "POST"),
+        ):
+            answer = await client.request(method, path, headers=headers)
+            assert code(answer) == (404, "unknown_path"), (method, path)
+            message = answer.json()["error"]["message"]
+            assert ("/v1/chat/completions" in message) == (client is not admin)
+            assert ("GET /docs" in message) == (client is not guarded.client)  # its endpoints are elsewhere
 
 
 def test_every_path_may_be_an_endpoint_until_all_are_known_or_if_one_begins_with_anything() -> None:
