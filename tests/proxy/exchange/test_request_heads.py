@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import itertools
 import json
 from typing import Any
 
@@ -99,24 +100,21 @@ async def test_a_path_with_two_slashes_at_its_beginning_is_not_found(start_proxy
         assert "two slashes" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    ("path", "says"),
-    [
-        ("/chat/completions", "the path here is /v1/chat/completions: the client's base URL lacks /v1"),
-        ("/messages", "the path here is /v1/messages: the client's base URL lacks /v1"),
-        ("/responses", "the path here is /v1/responses: the client's base URL lacks /v1"),
-        ("/models", "the path here is /v1/models: the client's base URL lacks /v1"),
-        ("/models/stub", "the path here is /v1/models/stub: the client's base URL lacks /v1"),
-        ("/v1/v1/models/stub", "the path here is /v1/models/stub: the client adds /v1 itself"),
-        ("/v1/v1/messages", "the path here is /v1/messages: the client adds /v1 itself"),
-        ("/v1/v1/messages/count_tokens", "the path here is /v1/messages/count_tokens: the client adds /v1 itself"),
-    ],
-)
-async def test_a_base_url_with_or_without_v1_is_named_as_the_mistake(
-    start_proxy: StartProxy, path: str, says: str
-) -> None:
+MISTAKEN = [
+    ("/chat/completions", "the path here is /v1/chat/completions: the client's base URL lacks /v1"),
+    ("/messages", "the path here is /v1/messages: the client's base URL lacks /v1"),
+    ("/responses", "the path here is /v1/responses: the client's base URL lacks /v1"),
+    ("/models", "the path here is /v1/models: the client's base URL lacks /v1"),
+    ("/models/stub", "the path here is /v1/models/stub: the client's base URL lacks /v1"),
+    ("/v1/v1/models/stub", "the path here is /v1/models/stub: the client adds /v1 itself"),
+    ("/v1/v1/messages", "the path here is /v1/messages: the client adds /v1 itself"),
+    ("/v1/v1/messages/count_tokens", "the path here is /v1/messages/count_tokens: the client adds /v1 itself"),
+]
+
+
+async def test_a_base_url_with_or_without_v1_is_named_as_the_mistake(start_proxy: StartProxy) -> None:
     proxy = await start_proxy()
-    for method in ("GET", "POST"):
+    for (path, says), method in itertools.product(MISTAKEN, ("GET", "POST")):
         answer = await proxy.client.request(method, path, json={"model": "stub"})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_path")
-        assert says in answer.json()["error"]["message"]
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_path"), (method, path)
+        assert says in answer.json()["error"]["message"], (method, path)
