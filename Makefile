@@ -66,7 +66,7 @@ unit: $(READY) ## pytest only
 	$(PYTEST) -m "not fleet and not quiet and not ui"
 
 test-fleets: $(READY) ## the tests that are slow since they start engines, proxies and launchers
-	$(PYTEST) -m "fleet and not quiet and not ui" $(call with_marker,fleet)
+	$(PYTEST) -n 5 -m "fleet and not quiet and not ui" $(call with_marker,fleet)
 	$(BIN)/python -m pytest -n 0 -m "quiet and not ui" $(call with_marker,quiet) $(RERUN)
 
 engines: $(READY) ## real vLLM engines on the CPU and a tiny model for them (about a minute, 7 GB)
