@@ -131,7 +131,7 @@ $(RAY_READY): $(READY)
 	.venv-ray/bin/python -m pip install $(QUIET) --no-build-isolation --no-deps --editable .
 	@touch $@
 
-ray: $(RAY_READY) ## Ray in .venv-ray, for `make test-ray` (two minutes, 1.3 GB)
+ray: $(RAY_READY) ## Ray in .venv-ray, for `make test-ray` (under a minute, 1.3 GB)
 
 test-ray: $(RAY_READY) ## fleets on a Ray cluster of local nodes (two minutes; after `make engines` also real engines)
 	.venv-ray/bin/python -m pytest -n 0 -m ray tests/launch/on_ray $(RERUN)

@@ -17,13 +17,11 @@ from launch.run.state import read_state
 from tests.integration.fleet import ROOT
 from tests.launch.conftest import free_base
 
-pytestmark = [pytest.mark.ui, pytest.mark.timeout(300)]
-WAIT_S = 150
-"""Bound of the start, which takes ten seconds on a machine that does nothing else."""
+pytestmark = [pytest.mark.ui, pytest.mark.timeout(180)]
 _ADDRESS = re.compile(r"Dashboard: (http://\S+/ui/)#key=(wr-[\w-]+)")
 
 
-def test_a_newcomer_sees_live_decisions(browser: Browser, tmp_path: Path) -> None:
+def test_a_newcomer_sees_live_decisions_within_a_minute(browser: Browser, tmp_path: Path) -> None:
     run_dir, log = tmp_path / "demo", tmp_path / "demo.log"
     command = [sys.executable, "-m", "launch", "demo", "--ui", "--output", str(run_dir), "--base-port"]
     began_s = time.monotonic()
@@ -32,7 +30,7 @@ def test_a_newcomer_sees_live_decisions(browser: Browser, tmp_path: Path) -> Non
     try:
         while (found := _ADDRESS.search(log.read_text())) is None:
             assert demo.poll() is None, log.read_text()
-            assert time.monotonic() - began_s < WAIT_S, log.read_text()
+            assert time.monotonic() - began_s < 60, log.read_text()
             time.sleep(0.2)
         processes = [psutil.Process(process.pid) for process in read_state(run_dir).running]
         assert len(processes) == 9

@@ -97,9 +97,7 @@ REFUSED_CHANGES: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-async def test_an_unknown_name_and_a_wrong_parameter_have_codes_of_their_own(
-    start_proxy: StartProxy,
-) -> None:
+async def test_an_unknown_name_and_a_wrong_parameter_have_codes_of_their_own(start_proxy: StartProxy) -> None:
     proxy = await start_proxy(1)
     for path, body, expected in REFUSED_CHANGES:
         answer = await proxy.client.put(path, json=body)
@@ -121,9 +119,7 @@ UNREADABLE: list[tuple[str, bytes, str]] = [
 ]
 
 
-async def test_a_body_that_cannot_be_read_is_answered_with_what_to_send(
-    start_proxy: StartProxy,
-) -> None:
+async def test_a_body_that_cannot_be_read_is_answered_with_what_to_send(start_proxy: StartProxy) -> None:
     proxy = await start_proxy(1)
     for path, body, message in UNREADABLE:
         answer = await proxy.client.put(path, content=body)
@@ -185,9 +181,7 @@ LACKING: list[tuple[str, str, str]] = [
 ]
 
 
-async def test_a_method_that_an_admin_path_lacks_is_no_matter_of_keys(
-    start_proxy: StartProxy,
-) -> None:
+async def test_a_method_that_an_admin_path_lacks_is_no_matter_of_keys(start_proxy: StartProxy) -> None:
     proxy, guarded = await start_proxy(1), await start_proxy(1, keys=KEYS)
     reachable = await start_proxy(1, host="0.0.0.0")
     for method, path, allowed in LACKING:

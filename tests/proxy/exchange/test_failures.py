@@ -44,9 +44,7 @@ BAD_INPUT: list[tuple[str, bytes, int, str | None, str]] = [
 ]
 
 
-async def test_bad_input_is_refused_in_openai_shape_and_reaches_no_engine(
-    start_proxy: StartProxy,
-) -> None:
+async def test_bad_input_is_refused_in_openai_shape_and_reaches_no_engine(start_proxy: StartProxy) -> None:
     proxy = await start_proxy(1)
     for path, body, status, param, says in BAD_INPUT:
         answer = await proxy.client.post(path, content=body)
@@ -263,9 +261,7 @@ async def test_sick_probes_take_an_instance_out_and_good_ones_bring_it_back(star
     assert (await proxy.client.get("/instances")).json()["instances"][0]["restarts"] == 0
 
 
-async def test_an_engine_that_answers_nonsense_does_not_end_the_probing_of_the_others(
-    start_proxy: StartProxy,
-) -> None:
+async def test_an_engine_that_answers_nonsense_does_not_end_the_probing_of_the_others(start_proxy: StartProxy) -> None:
     proxy = await start_proxy(2, engines=[StubEngine(mode="nonsense"), StubEngine()])
     assert proxy.core.instances.healthy() == {"inst-1"}
     proxy.engines[1].mode = "sick"
