@@ -141,7 +141,7 @@ async def start_proxy() -> AsyncIterator[StartProxy]:
                 **{
                     "port": 0,
                     "instances": [{**instance, **more} for instance, more in zip(known, each, strict=True)],
-                    "health": {"interval_s": 0.1, "timeout_s": 2.0},
+                    "health": {"interval_s": 0.5, "timeout_s": 2.0},
                     "log_level": "warning",
                     "offload": offload,
                     **overrides,
