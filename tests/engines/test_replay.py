@@ -25,6 +25,8 @@ pytestmark = [*REAL_ENGINES, pytest.mark.traces]
 REQUESTS = 60
 TRACE_BLOCK = 64
 """Tokens of a block of the trace; each becomes one block of the engines, so prompts are a quarter as long."""
+LONGEST_TOKENS = 25_000
+"""Longest prompt of the trace in a chosen session: a processor's attention to four times as many takes minutes."""
 MAX_OUTPUT_TOKENS = 12
 POLICIES: dict[str, dict[str, Any]] = {
     # A session never leaves its engine, so that a busy machine does not change what is hit.
@@ -50,7 +52,8 @@ def shortened(folder: Path) -> Path:
         turns.setdefault(root_of[row["chat_id"]], []).append(row)
     chosen: list[dict[str, Any]] = []
     for session in turns.values():
-        if len(session) >= 3 and len(chosen) + len(session) <= REQUESTS:
+        short = max(row["input_length"] for row in session) <= LONGEST_TOKENS
+        if short and len(session) >= 3 and len(chosen) + len(session) <= REQUESTS:
             chosen += session
     chosen.sort(key=lambda row: row["timestamp"])
     for row in chosen:
