@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import re
+import socket
 import subprocess
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import pytest
 
@@ -128,3 +129,10 @@ def test_the_marker_first_is_of_whole_files() -> None:
     uses = [line for text in texts for line in text.splitlines() if re.search(r"\bmark\.first\b", line)]
     assert uses
     assert [line for line in uses if not line.startswith("pytestmark = ")] == []
+
+
+def test_a_process_of_pytest_asks_at_once_how_often_a_test_has_failed(pytestconfig: pytest.Config) -> None:
+    if not hasattr(pytestconfig, "workerinput"):
+        pytest.skip("run by the only process of pytest")
+    connection: socket.socket = cast(Any, pytestconfig).failures_db.sock
+    assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
