@@ -104,16 +104,33 @@ def texts(source: str) -> Texts:
     docstrings: list[Prose] = []
     strings: list[Prose] = []
     names: list[Prose] = []
-    for node in ast.walk(ast.parse(source)):
-        match node:
-            case ast.Constant(value=str(text)) if " " in text:
-                strings.append(Prose(node.lineno, text))
-            case ast.Name(id=text, ctx=ast.Store()) | ast.Attribute(attr=text, ctx=ast.Store()) | ast.arg(arg=text):
-                names.append(Prose(node.lineno, words_of(text)))
-            case ast.ClassDef(name=text) | ast.FunctionDef(name=text) | ast.AsyncFunctionDef(name=text):
-                names.append(Prose(node.lineno, words_of(text)))
-            case ast.Expr(value=ast.Constant(value=str(text))):
-                docstrings.append(Prose(node.lineno, text.strip()))
+    nodes: list[ast.AST] = [ast.parse(source)]
+    # A million nodes, in the order of `ast.walk`, which with `match` takes three times as long. Constants and names
+    # have no children to read.
+    for node in nodes:
+        if isinstance(node, ast.Constant):
+            if isinstance(node.value, str) and " " in node.value:
+                strings.append(Prose(node.lineno, node.value))
+            continue
+        if isinstance(node, ast.Name | ast.Attribute):
+            if isinstance(node.ctx, ast.Store):
+                name = node.id if isinstance(node, ast.Name) else node.attr
+                names.append(Prose(node.lineno, words_of(name)))
+            if isinstance(node, ast.Attribute):
+                nodes.append(node.value)
+            continue
+        if isinstance(node, ast.arg):
+            names.append(Prose(node.lineno, words_of(node.arg)))
+        elif isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            names.append(Prose(node.lineno, words_of(node.name)))
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            docstrings.append(Prose(node.lineno, node.value.value.strip()))
+        for field in node._fields:
+            held = getattr(node, field)
+            if isinstance(held, ast.AST):
+                nodes.append(held)
+            elif isinstance(held, list):
+                nodes += [each for each in held if isinstance(each, ast.AST)]
     return Texts(tuple(docstrings), tuple(strings), tuple(names))
 
 
