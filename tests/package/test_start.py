@@ -37,9 +37,11 @@ sys.argv = ["warmroute", *sys.argv[1:]]
 warmroute.main()
 """
 EACH_COMMAND = f"""{WITHOUT_EXTRAS}
-import json, os
+import gc, json, os
 import numpy, pydantic, typer.rich_utils
+import launch.fleet.file, proxy.settings, replayer.records.runs
 warmroute.build()  # what most commands import, once; each continues in a process of its own
+gc.freeze()  # and its collector need not read, and so copy, all of that
 ended = []
 for arguments in json.loads(sys.argv[1]):
     reading, writing = os.pipe()
