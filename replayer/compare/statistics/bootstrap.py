@@ -115,19 +115,38 @@ class _Ordered:
         last = np.maximum(totals - 1, 0)
         position = last * quantiles[:, None]
         lower = np.floor(position)
-        at_lower, at_upper = self._at(np.stack([lower, np.minimum(lower + 1, last)]), counts, through)
+        at_lower, at_upper = self._at(lower, np.minimum(lower + 1, last), counts, through)
         mixed = at_lower + (position - lower) * (at_upper - at_lower)
         return np.where(totals > 0, mixed, np.nan).T
 
-    def _at(self, ranks: FloatArray, counts: NDArray[np.float32], through: FloatArray) -> FloatArray:
-        """The drawn values of ranks (0 is the smallest) in each row: shape (..., rows) in and out."""
-        rows = np.broadcast_to(np.arange(ranks.shape[-1]), ranks.shape)
-        block = np.zeros(ranks.shape, dtype=np.int64)
+    def _at(
+        self, lower: FloatArray, upper: FloatArray, counts: NDArray[np.float32], through: FloatArray
+    ) -> tuple[FloatArray, FloatArray]:
+        """The drawn values of ranks (0 is the smallest) and of the same or next ranks, in each row: shape (Q, rows)."""
+        rows = np.broadcast_to(np.arange(lower.shape[-1]), lower.shape)
+        block = np.zeros(lower.shape, dtype=np.int64)
         for so_far in through[:-1]:
-            block += so_far <= ranks
+            block += so_far <= lower
+        inside = self._inside(block, rows, counts)
         before = np.where(block > 0, through[block - 1, rows], 0.0)
+        at_lower = self._value(block, inside, lower - before)
+        at_upper = self._value(block, inside, upper - before)
+        # Few of the next ranks lie in a later block.
+        later = np.nonzero(upper >= through[block, rows])
+        if len(later[0]):
+            wanted, row = upper[later], rows[later]
+            block = (through[:-1, row] <= wanted).sum(axis=0)
+            before = np.where(block > 0, through[block - 1, row], 0.0)
+            at_upper[later] = self._value(block, self._inside(block, row, counts), wanted - before)
+        return at_lower, at_upper
+
+    def _inside(self, block: IntArray, rows: IntArray, counts: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Drawn requests of a block up to each of its requests, in some rows: one axis more."""
         sessions = self._sessions[block]
-        inside = np.where(sessions >= 0, counts[rows[..., None], sessions], 0.0).cumsum(axis=-1)
-        index = (inside <= (ranks - before)[..., None]).sum(axis=-1)
+        drawn: NDArray[np.float32] = np.where(sessions >= 0, counts[rows[..., None], sessions], np.float32(0))
+        return drawn.cumsum(axis=-1)
+
+    def _value(self, block: IntArray, inside: NDArray[np.float32], rank: FloatArray) -> FloatArray:
+        index = (inside <= rank[..., None]).sum(axis=-1)
         found = self._values[np.minimum(block * self.width + index, len(self._values) - 1)]
         return np.asarray(found, dtype=np.float64)
