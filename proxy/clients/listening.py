@@ -95,7 +95,8 @@ class BoundedServer(uvicorn.Server):
         """Close the listeners, and serve the connections that the kernel had accepted for them.
 
         The kernel resets those that nobody has fetched when a listener closes. Their clients may have sent a request,
-        which a load balancer must not send again.
+        which a load balancer must not send again. Without descriptors to fetch them they are reset; the requests that
+        run are served in either case.
         """
         listening = _copies(self.servers)
         for server in (*self.servers, *(sockets or ())):
@@ -143,5 +144,11 @@ class BoundedServer(uvicorn.Server):
 
 
 def _copies(servers: Iterable[asyncio.Server]) -> list[socket.socket]:
-    """Further descriptors of the listening sockets, which stay open when their servers close."""
-    return [socket.socket(fileno=os.dup(each.fileno())) for server in servers for each in server.sockets]
+    """Further descriptors of the listening sockets, open after their servers close; fewer if there is a shortage."""
+    copies: list[socket.socket] = []
+    try:
+        for each in (each for server in servers for each in server.sockets):
+            copies.append(socket.socket(fileno=os.dup(each.fileno())))
+    except OSError as error:
+        log.warning("connections that were not accepted yet are reset: %s", error.strerror)
+    return copies

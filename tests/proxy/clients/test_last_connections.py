@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import resource
 import socket
 import ssl
 from typing import Any
@@ -37,6 +39,28 @@ async def test_a_request_sent_before_the_listener_closed_is_answered_and_later_o
     client.sendall(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
     await server.stop_listening()
     reader, writer = await asyncio.open_connection(sock=client)
+    assert (await reader.read()).startswith(b"HTTP/1.1 204 ")
+    writer.close()
+    with socket.socket() as later:
+        assert later.connect_ex(address) != 0
+
+
+async def test_without_descriptors_the_listener_closes_and_open_connections_are_served() -> None:
+    server, address = await listening()
+    reader, writer = await asyncio.open_connection(*address)
+    for _ in range(100):
+        if server.server_state.connections:
+            break
+        await asyncio.sleep(0.02)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+    try:
+        await server.stop_listening()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    writer.write(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
     assert (await reader.read()).startswith(b"HTTP/1.1 204 ")
     writer.close()
     with socket.socket() as later:
