@@ -56,6 +56,8 @@ class Instance:
     started_unix_s: float | None = None
     models: ModelList | None = None
     """Its models and adapters as it listed them last; None: it has never listed them, so it may serve any."""
+    base_models: frozenset[str] = frozenset()
+    """Its base models as it listed them last, also before a restart."""
     listed_s: float = float("-inf")
     """Time of ``models`` (monotonic)."""
     refreshed_s: float = float("-inf")
@@ -101,6 +103,11 @@ class Instance:
     def cards(self) -> tuple[dict[str, Any], ...]:
         """Cards of its models and adapters."""
         return () if self.models is None else self.models.cards
+
+    @property
+    def context_lengths(self) -> dict[str, int]:
+        """Context length in tokens of each model that reports one."""
+        return {card["id"]: n for card in self.cards if isinstance(n := card.get("max_model_len"), int)}
 
     @property
     def failures_in_a_row(self) -> int:
@@ -214,6 +221,7 @@ class Instances:
         if instance is None:
             return
         before, instance.models, instance.listed_s = instance.models, models, time.monotonic()
+        instance.base_models = models.base
         if before is None or (before.names, before.adapters) != (models.names, models.adapters):
             self._served = None
             if instance.healthy:

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 import httpx
 import msgspec
 
+from proxy.clip import clip
 from proxy.errors import AttemptFailedError, RequestError
 from proxy.fleet.instances import Instance, Instances
 from proxy.fleet.models import ModelList, NoModelListError
@@ -91,6 +92,9 @@ class ModelLists:
         if known is not None and known.base and models.base and known.base.isdisjoint(models.base):
             log.warning("%s serves other models than before: it is another engine", instance.name)
             self.on_replaced(instance)
+        if instance.base_models and instance.base_models != models.base:
+            before, now = (_shown(names) for names in (instance.base_models, models.base))
+            log.warning("%s serves %s; before: %s", instance.name, now, before)
         self._instances.listed(instance, models)
 
     def not_found(self, instance: Instance, model: str, content: bytes) -> None:
@@ -148,6 +152,10 @@ def _refused(instance: Instance, status: int) -> None:
         log.warning("%s does not list its models: %s", instance.name, instance.list_refused)
     if instance.models is not None and status not in _NEUTRAL and status < 500:
         raise AnotherServerError(f"GET /v1/models answered {status}: another server on its port?")
+
+
+def _shown(names: frozenset[str]) -> str:
+    return clip(", ".join(sorted(names))) or "no model"
 
 
 def _ignore_replaced(_: Instance) -> None:

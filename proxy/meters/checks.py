@@ -13,6 +13,7 @@ from types import MappingProxyType
 from policies.ledger import Ledger
 from policies.meters.latch import Latch
 from policies.predict.exact_index import ExactIndex
+from proxy.clip import clip
 from proxy.events.subscriber import EventSubscriber
 from proxy.fleet.instances import Instances
 from proxy.meters.engine import EngineMeter, EngineSums
@@ -46,6 +47,8 @@ REMEDIES = MappingProxyType(
         "hash_seed": "start every engine with the same PYTHONHASHSEED, or set meters.equal_hash_seeds: never if "
         "nothing shares KV by hash",
         "block_size": "start every engine with the same --block-size",
+        "context_length": "start every engine of a model with the same --max-model-len, or give it a name of its own: "
+        "--served-model-name",
         "data_parallel": "set data_parallel_size of the instance to the engine's --data-parallel-size",
         "session_headers": "let the hop before this proxy pass the session headers of docs/identity.md on, or set them "
         "in the client",
@@ -68,6 +71,7 @@ MEANINGS = MappingProxyType(
         "kv_events": "KV events arrive where they are expected",
         "hash_seed": "no difference between the engines' block hashes",
         "block_size": "all engines have blocks of one size",
+        "context_length": "all engines of a model accept prompts of one length",
         "data_parallel": "the engines have the data-parallel ranks that are configured",
         "session_headers": "session ids arrive as before",
         "engine_headers": "engines receive the request headers, as far as their answers show",
@@ -185,6 +189,7 @@ class Checks:
             for name, size in sizes.items()
             if size != most[0][0]
         }
+        found["context_length"] |= self._short_contexts()
         found["data_parallel"] |= {
             each.name: text for each in self._instances if each.up and (text := each.ranks_problem)
         }
@@ -199,6 +204,20 @@ class Checks:
                 f"the last {headers.unnamed} requests have no session id, and {headers.continued} of them continue "
                 "conversations that had one"
             )
+
+    def _short_contexts(self) -> dict[str, str]:
+        """Instances that refuse prompts of a model which another one accepts; the first such model of each."""
+        lengths = {each.name: each.context_lengths for each in self._instances if each.up}
+        longest: dict[str, int] = {}
+        for of_one in lengths.values():
+            for model, tokens in of_one.items():
+                longest[model] = max(tokens, longest.get(model, 0))
+        return {
+            name: f"at most {tokens} tokens for {clip(model)}, others {longest[model]}"
+            for name, of_one in lengths.items()
+            for model, tokens in sorted(of_one.items(), reverse=True)
+            if tokens < longest[model]
+        }
 
     def _latch(self, found: dict[str, dict[str, str]], now_s: float) -> None:
         raise_s, clear_s = self.settings.raise_s, self.settings.clear_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from policies.ledger import Ledger
 from policies.predict.exact_index import ExactIndex, StoredBlocks
 from proxy.events.subscriber import EventSubscriber
 from proxy.fleet.instances import Instances
+from proxy.fleet.models import ModelList
 from proxy.meters.checks import MEANINGS, REMEDIES, Checks
 from proxy.meters.engine import EngineMeter, EngineSums, LoadReading
 from proxy.meters.session_headers import SessionHeaders
@@ -169,6 +171,16 @@ def test_an_engine_without_a_prefix_cache_owes_no_events() -> None:
     for _ in range(3):
         rig.engines["a"].computed(rig.now_s, rig.now_s)
     assert list(rig.examine(10)) == ["prefix_cache"]
+
+
+def test_contexts_that_differ_name_the_shorter_and_models_of_one_instance_do_not_count() -> None:
+    rig = Rig()
+    for name, lengths in (("a", {"m": 64, "only-here": 8}), ("b", {"m": 4096, "unknown": None})):
+        cards = [{"id": model, "max_model_len": tokens} for model, tokens in lengths.items()]
+        rig.instances.listed(name, ModelList.read(json.dumps({"data": cards}).encode()))
+    assert rig.examine(4) == {"context_length": {"a": "at most 64 tokens for m, others 4096"}}
+    rig.instances["b"].up = False
+    assert rig.examine(12) == {}
 
 
 def test_block_sizes_that_differ_name_the_minority() -> None:

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import httpx
+import pytest
 
 from proxy.fleet.breaker import BreakerState
 from tests.proxy.conftest import Running, StartProxy, ledger_is_zero
@@ -80,6 +81,18 @@ async def test_a_model_that_an_engine_out_of_reach_may_serve_is_unavailable_and_
     assert (await ask(proxy, "third")).status_code == 404
     proxy.operations.fleet.drain("inst-1")
     assert (await ask(proxy, "other")).status_code == 503
+
+
+async def test_an_engine_that_comes_back_with_another_model_is_named_in_the_log(
+    start_proxy: StartProxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    proxy = await start_proxy(2, health=PROBED_BY_HAND)
+    proxy.engines[1].model = "other"
+    proxy.engines[1].started_unix_s += 1
+    for _ in range(2):
+        await proxy.operations.fleet.probe(proxy.core.instances["inst-1"])
+    assert [text for text in caplog.messages if " serves " in text] == ["inst-1 serves other; before: stub"]
+    assert (await ask(proxy)).headers["x-warmroute-instance"] == "inst-1"
 
 
 async def test_models_loaded_at_run_time_are_noticed_by_the_next_probe(start_proxy: StartProxy) -> None:
