@@ -164,8 +164,22 @@ class AccessLog:
                 sys.stdout.buffer.flush()
             return
         assert self._path is not None
+        if lines and _ends_within_a_line(self._path):
+            lines = b"\n" + lines
         with open(self._path, "ab") as file:
             file.write(lines)
+
+
+def _ends_within_a_line(path: str) -> bool:
+    """True if the last write to the file was incomplete, as on a full disk: the next line would be lost with it."""
+    if not Path(path).is_file():  # reading a pipe would wait
+        return False
+    try:
+        with open(path, "rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) != b"\n"
+    except OSError:  # it is empty, or may only be written
+        return False
 
 
 def _pieces(lines: bytes) -> Iterator[bytes]:

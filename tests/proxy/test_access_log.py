@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import resource
 import threading
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,27 @@ def test_a_file_that_cannot_be_written_is_reported_at_the_start_and_counted_late
     log.close()
     assert log.dropped == 1
     assert "writing the access log failed" in caplog.text
+
+
+def test_the_first_line_after_a_full_disk_is_not_lost_with_the_one_that_was_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "access.jsonl"
+    log = AccessLog(str(path), 10)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    log.open()
+    log.record(row("cut-off"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))  # a write is incomplete there, as on a full disk
+    try:
+        log.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (path.stat().st_size, log.dropped) == (100, 1)
+    for name in ("first", "second"):
+        log.open()
+        log.record(row(name))
+        log.close()
+    torn, *rest = path.read_bytes().splitlines()
+    assert len(torn) == 100
+    assert [json.loads(line)["request_id"] for line in rest] == ["first", "second"]
 
 
 def test_standard_output_is_a_dash(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
