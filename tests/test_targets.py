@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 import pytest
 
 from tests.conftest import pytest_collection_modifyitems
+from tests.integration.fleet import WORKERS
 
 ROOT = Path(__file__).parents[1]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -36,6 +37,12 @@ def chooses(expression: str, markers: set[str]) -> bool:
     terms = expression.split(" and ")
     assert {term.removeprefix("not ") for term in terms} <= set(CHOOSING), expression
     return all((term.removeprefix("not ") in markers) != term.startswith("not ") for term in terms)
+
+
+def test_each_process_of_a_target_has_ports_of_its_own() -> None:
+    processes = [int(number) for number in re.findall(r"(?<!\S)-n (\d+)", MAKEFILE)]
+    assert processes
+    assert max(processes) <= WORKERS
 
 
 @pytest.mark.parametrize("marked", list(itertools.product([False, True], repeat=len(CHOOSING))))

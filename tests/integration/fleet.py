@@ -17,7 +17,9 @@ import httpx
 ROOT = Path(__file__).parents[2]
 
 
-_FIRST_PORT, _PORTS = 11_000, 1_900
+WORKERS = 8
+"""Processes of pytest that have ports of their own; of more, two would take each other's."""
+_FIRST_PORT, _PORTS = 11_000, 750
 _WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 _numbers = count(os.getpid() % _PORTS)
 
@@ -25,7 +27,7 @@ _numbers = count(os.getpid() % _PORTS)
 def free_port() -> int:
     """A free port below the range for outgoing connections, which could take it before it is used."""
     while True:
-        port = _FIRST_PORT + 2_000 * (_WORKER % 4) + next(_numbers) % _PORTS
+        port = _FIRST_PORT + _PORTS * (_WORKER % WORKERS) + next(_numbers) % _PORTS
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
