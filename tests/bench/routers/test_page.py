@@ -21,6 +21,7 @@ _PAGE = (_DOCS / "head-to-head.md").read_text(encoding="utf-8")
         ("head to head", "head-to-head-h100-2x", None, "warm"),
         ("chat", "routers-chat-h100-2x", 32.3, "warm"),
         ("chat, token ids", "routers-chat-h200", 26.7, "warm"),
+        ("agents, token ids", "routers-agents-h200", 51.5, "warm"),
         ("hand-offs", "hand-offs-h100-2x", None, "warm"),
         ("own GPUs", "hand-offs-h100-4x", 78.3, "warm"),
         ("own GPUs, second", "hand-offs-h100-4x-second", 90.1, "warm"),
