@@ -89,12 +89,11 @@ class ModelLists:
         if not self._instances.contains(instance):
             return
         known, instance.list_refused = instance.models, None
-        if known is not None and known.base and models.base and known.base.isdisjoint(models.base):
-            log.warning("%s serves other models than before: it is another engine", instance.name)
-            self.on_replaced(instance)
         if instance.base_models and instance.base_models != models.base:
             before, now = (_shown(names) for names in (instance.base_models, models.base))
             log.warning("%s serves %s; before: %s", instance.name, now, before)
+        if known is not None and known.base and models.base and known.base.isdisjoint(models.base):
+            self.on_replaced(instance)  # another engine
         self._instances.listed(instance, models)
 
     def not_found(self, instance: Instance, model: str, content: bytes) -> None:

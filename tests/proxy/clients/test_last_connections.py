@@ -48,7 +48,7 @@ async def test_a_request_sent_before_the_listener_closed_is_answered_and_later_o
 async def test_without_descriptors_the_listener_closes_and_open_connections_are_served() -> None:
     server, address = await listening()
     reader, writer = await asyncio.open_connection(*address)
-    for _ in range(100):
+    for _ in range(1_000):
         if server.server_state.connections:
             break
         await asyncio.sleep(0.02)
