@@ -2,10 +2,43 @@
 
 from __future__ import annotations
 
+import msgspec
+
 _NOT_IMPLEMENTED = 501
 """vLLM's answer to what the request asks for and the engine lacks: the endpoint, a ``tool_choice``, a kind of URL."""
+_FAILED = 500
+_CAUGHT = "internal_error"
+_OWN_FAILURES = ("EngineCore", "Internal server error")
+"""Beginnings of vLLM's messages about itself: its core has died, or a request ended with an error in it."""
+_MAX_BYTES = 64 * 1024
 
 
-def is_failure(status: int) -> bool:
-    """True if an engine has failed, so that another one is tried; False for 501: another would answer the same."""
-    return status >= 500 and status != _NOT_IMPLEMENTED
+class _Problem(msgspec.Struct):
+    type: str
+    message: str
+
+
+class _MessagesError(msgspec.Struct):
+    error: _Problem
+
+
+_decode = msgspec.json.Decoder(_MessagesError).decode
+
+
+def is_failure(status: int, content: bytes = b"") -> bool:
+    """True if an engine has failed, so that another one is tried; False for a refusal: another would answer the same.
+
+    Refusals are 4xx and 501, and vLLM 0.18's 500 to a request of the Messages API that it cannot serve (a prompt that
+    is too long, an image for a model of text), for which the whole ``content`` of the answer is needed.
+    """
+    return status >= 500 and status != _NOT_IMPLEMENTED and not (status == _FAILED and _refuses_message(content))
+
+
+def _refuses_message(content: bytes) -> bool:
+    if len(content) > _MAX_BYTES or _CAUGHT.encode() not in content:
+        return False
+    try:
+        error = _decode(content).error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return error.type == _CAUGHT and bool(error.message) and not error.message.startswith(_OWN_FAILURES)

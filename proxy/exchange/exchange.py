@@ -225,7 +225,7 @@ class Exchange:
                     answer = await core.upstream.post(url, body, headers)
                 streamed = parsed.stream and answer.status == 200
                 first = await (answer.chunk() if streamed else answer.read())
-            if is_failure(answer.status) or (
+            if is_failure(answer.status, first) or (
                 answer.status == 401 and core.forwarding.replaces_authorization(decode.settings)
             ):
                 raise UpstreamError(f"answered {answer.status}: {first[:200].decode('utf-8', 'replace')}")

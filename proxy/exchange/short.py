@@ -179,7 +179,7 @@ class ShortExchange:
                     inbound.method, instance.url + inbound.target, self._body, self._headers(instance)
                 )
                 first = await (answer.chunk() if self._is_stream(answer) else answer.read())
-            if is_failure(answer.status) or (
+            if is_failure(answer.status, first) or (
                 answer.status == 401 and core.forwarding.replaces_authorization(instance.settings)
             ):
                 raise UpstreamError(f"answered {answer.status}: {first[:200].decode('utf-8', 'replace')}")

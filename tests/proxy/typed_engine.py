@@ -87,6 +87,8 @@ class TypedEngine(StubEngine):
     paths: list[str] = field(default_factory=list)
     """Method and target of every request for messages or responses."""
     answered: int = 0
+    caught: str = ""
+    """Text of an exception that vLLM's Messages API answers with 500; empty: none."""
 
     def _more_routes(self, app: web.Application) -> None:
         app.router.add_post("/v1/messages", self._message)
@@ -104,6 +106,10 @@ class TypedEngine(StubEngine):
         self.seen.append(body)
         if self.mode == "error":
             return web.json_response({"type": "error", "error": {"type": "boom", "message": "boom"}}, status=500)
+        if self.caught:
+            return web.json_response(
+                {"type": "error", "error": {"type": "internal_error", "message": self.caught}}, status=500
+            )
         if self.mode == "reset":
             assert request.transport is not None
             request.transport.abort()

@@ -82,6 +82,37 @@ async def test_an_engine_that_fails_before_the_first_byte_is_replaced(start_prox
     assert answer.content == STREAM
 
 
+TOO_LONG = "This model's maximum context length is 65536 tokens. However, " + "you requested more. " * 20
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+async def test_what_vllm_refuses_with_500_is_passed_on_and_no_failure(
+    start_proxy: StartProxy, path: str, stream: bool
+) -> None:
+    """vLLM 0.18 answers so if a prompt is too long: retries of one client would open every breaker."""
+    proxy = await start(start_proxy, 2)
+    for engine in typed(proxy):
+        engine.caught = TOO_LONG
+    for _ in range(5):
+        answer = await proxy.client.post(path, json=message(stream=stream))
+        assert (answer.status_code, answer.json()["error"]["message"]) == (500, TOO_LONG)
+    assert sum(len(engine.seen) for engine in proxy.engines) == 5
+    assert {row["outcome"] for row in await proxy.rows()} == {"engine_refused"}
+    rows = (await proxy.client.get("/instances")).json()["instances"]
+    assert [(row["breaker"]["state"], row["breaker"]["failures_in_a_row"]) for row in rows] == [("closed", 0)] * 2
+
+
+@pytest.mark.parametrize("caught", ["EngineCore encountered an issue. See stack trace.", "Internal server error"])
+async def test_an_engine_that_reports_its_own_failure_is_replaced(start_proxy: StartProxy, caught: str) -> None:
+    proxy = await start(start_proxy, 2)
+    broken = typed(proxy)[0]
+    broken.caught = caught
+    answers = [await proxy.client.post("/v1/messages", json=message(system=str(number))) for number in range(4)]
+    assert [answer.status_code for answer in answers] == [200] * 4
+    assert broken.seen
+
+
 async def test_a_broken_stream_ends_with_anthropics_error_event(start_proxy: StartProxy) -> None:
     proxy = await start(start_proxy)
     typed(proxy)[0].mode = "break_stream"
