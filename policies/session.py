@@ -231,9 +231,18 @@ class RoutingSession:
             self.state.pairs.record(job.pair, True, now_s)
             self.state.costs.handed_over(job)
 
-    def fell_back(self, commitment: Commitment, now_s: float) -> None:
-        """Count a failed hand-off: D prefills after all, and the pair's breaker and failure rate are updated."""
+    def fell_back(self, commitment: Commitment, now_s: float, *, refused: bool = False) -> None:
+        """Count a failed hand-off: D prefills after all, and the pair's breaker and failure rate are updated.
+
+        ``refused``: an engine refused the request, maybe rightly. The pair has failed only if D then answers it
+        (``pair_failed``).
+        """
         commitment.fall_back(now_s + self.hold_s)
+        if not refused:
+            self.pair_failed(commitment, now_s)
+
+    def pair_failed(self, commitment: Commitment, now_s: float) -> None:
+        """Count a failure of the pair that a request was to be handed over by."""
         job = commitment.workload.transfer
         assert job is not None
         if commitment.pair_known:

@@ -50,8 +50,8 @@ OFFLOADS: Mapping[str, str] = MappingProxyType(
     {
         OffloadReason.PLANNER_NEVER: "the planner never hands off",
         OffloadReason.PLANNER_FAILED: "the planner failed; GET /stats has the error",
-        OffloadReason.REQUEST_SHAPE: "a hand-off cannot carry it: several prompts or choices, an echo or log "
-        "probabilities of its prompt, a body over 8 MiB, or the rest of a broken stream",
+        OffloadReason.REQUEST_SHAPE: "a hand-off cannot carry it: several prompts or choices, a beam "
+        "search, an echo or log probabilities of its prompt, a body over 8 MiB, or the rest of a broken stream",
         OffloadReason.BELOW_THRESHOLD: "its new tokens were below the planner's threshold",
         OffloadReason.ROLE_FORBIDS: "the roles of the instances do not permit one",
         OffloadReason.NO_PREFILL_CANDIDATE: "no other instance could prefill it",

@@ -159,8 +159,9 @@ class Exchange:
         priorities = self._priorities(parsed, routed)
         prefill_usage: Usage | None = None
         opened: tuple[Answer, bytes] | None = None
+        refused = False
         if decision.prefill_on is not None:
-            opened, prefill_usage = await hand_over(
+            opened, prefill_usage, refused = await hand_over(
                 self._core,
                 self._row,
                 routed,
@@ -178,6 +179,8 @@ class Exchange:
             started_s = time.perf_counter()
             opened = await self._open(decision.decode_on, parsed, body, self._first_byte_bound(parsed))
             first_token_s = time.perf_counter() - started_s
+            if refused and opened[0].status < 400:
+                self._core.router.routing.pair_failed(routed.commitment, time.monotonic())
         answer, first = opened
         self._echoed = echoed(parsed.endpoint, self._row.request_id, answer, first)
         try:

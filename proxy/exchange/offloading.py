@@ -35,12 +35,13 @@ async def hand_over(
     open_decode: OpenDecode,
     bound_s: float,
     guard: PoisonGuard,
-) -> tuple[Opened | None, Usage | None]:
-    """Prefill on P, then let D pull within ``bound_s`` seconds; returns D's opened answer and P's usage.
+) -> tuple[Opened | None, Usage | None, bool]:
+    """Prefill on P, then let D pull within ``bound_s`` seconds; returns D's opened answer, P's usage, and False.
 
     Both legs count as attempts for ``guard``.
 
-    Returns (None, None) if the hand-off failed: it is counted by its reason, and the caller sends D the plain request.
+    Returns (None, None, refused) if the hand-off failed: it is counted by its reason, and the caller sends D the plain
+    request. ``refused``: the caller calls ``pair_failed`` if D does not refuse that one too.
 
     Raises:
         AttemptFailedError: the hand-off failed and D does not answer at all, so another instance must be tried.
@@ -82,7 +83,7 @@ async def hand_over(
     except OffloadFailedError as error:
         if error.received:
             guard.suspect(prefill)
-        routing.fell_back(routed.commitment, time.monotonic())
+        routing.fell_back(routed.commitment, time.monotonic(), refused=error.refused)
         row.note_failed(decision.prefill_on, str(error), offload=error.reason.value)
         row.offload_reason, row.prefill_instance = error.reason.value, None
         row.predicted_cached_tokens = decision.cached_tokens
@@ -90,8 +91,8 @@ async def hand_over(
         if late and not await core.handoff.alive(decode):
             core.instances.failed(decode, "late, and /health does not answer", refused=True)
             raise AttemptFailedError(decision.decode_on, str(error), timed_out=True) from error
-        return None, None
-    return opened, handed.usage
+        return None, None, error.refused
+    return opened, handed.usage, False
 
 
 async def _pull(
@@ -125,5 +126,5 @@ async def _pull(
         await asyncio.gather(watching, return_exceptions=True)
     if opened[0].status != 200:
         opened[0].close()
-        raise OffloadFailedError(OffloadReason.FELL_BACK_D_ERROR, f"D answered {opened[0].status}")
+        raise OffloadFailedError(OffloadReason.FELL_BACK_D_ERROR, f"D answered {opened[0].status}", refused=True)
     return opened

@@ -18,9 +18,19 @@ from proxy.engines.upstream import NoSocketError, Upstream, UpstreamError
 from proxy.fleet.instances import Instance
 from proxy.fleet.model_lists import is_model_missing
 from proxy.handoff.connectors import DIALECTS, engine_ids_of
-from proxy.request.bodies import NO_PRIORITIES, Priorities, decode_leg, prefill_leg, transfer_params_of
+from proxy.request.bodies import (
+    NO_PRIORITIES,
+    Priorities,
+    decode_leg,
+    finish_reason_of,
+    prefill_leg,
+    transfer_params_of,
+)
 from proxy.request.usage import Usage, usage_of_answer
 from proxy.settings import OffloadSettings
+
+_NOTHING_SENT = frozenset(("stop", "abort"))
+"""Finish reasons of a P leg whose KV was freed: D would wait for it. Connectors send only what ended by length."""
 
 
 class OffloadFailedError(Exception):
@@ -34,6 +44,7 @@ class OffloadFailedError(Exception):
         by_prefill: bool = False,
         received: bool = False,
         lacks_model: bool = False,
+        refused: bool = False,
     ) -> None:
         super().__init__(message)
         self.reason = reason
@@ -43,6 +54,8 @@ class OffloadFailedError(Exception):
         """P failed after it had received the request."""
         self.lacks_model = lacks_model
         """P does not serve the request's model any more."""
+        self.refused = refused
+        """P or D refused the request: its client may be at fault."""
 
 
 class HandedOff(NamedTuple):
@@ -110,6 +123,11 @@ class HandOff:
                 by_prefill=failed,
                 received=failed,
                 lacks_model=status == 404 and is_model_missing(content),
+                refused=not failed,
+            )
+        if (reason := finish_reason_of(content)) in _NOTHING_SENT:
+            raise OffloadFailedError(
+                OffloadReason.FELL_BACK_P_ERROR, f"P ended with '{reason}', after which it does not send"
             )
         await self._check_unchanged(prefill, engine_id)
         try:

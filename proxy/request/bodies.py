@@ -33,6 +33,15 @@ class _TransferAnswer(msgspec.Struct):
     kv_transfer_params: dict[str, Any] | None = None
 
 
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+
+
+class _Choices(msgspec.Struct):
+    choices: list[_Choice] = []
+
+
+_decode_choices = msgspec.json.Decoder(_Choices).decode
 _decode_transfer = msgspec.json.Decoder(_TransferAnswer).decode
 
 
@@ -86,6 +95,15 @@ def decode_leg(body: bytes, transfer_params: Mapping[str, Any], priority: int | 
     if priority is not None:
         changes["priority"] = priority
     return _encode({**_decode_fields(body), **changes})
+
+
+def finish_reason_of(answer: bytes) -> str | None:
+    """``finish_reason`` of the first choice of P's answer; None if it has none."""
+    try:
+        choices = _decode_choices(answer).choices
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    return choices[0].finish_reason if choices else None
 
 
 def transfer_params_of(answer: bytes) -> dict[str, Any] | None:

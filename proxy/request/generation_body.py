@@ -52,6 +52,7 @@ class GenerationBody(msgspec.Struct):
     best_of: int | None = None
     echo: bool | None = None
     prompt_logprobs: int | None = None
+    use_beam_search: msgspec.Raw = msgspec.Raw()
 
     @property
     def model(self) -> str:

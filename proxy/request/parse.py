@@ -37,6 +37,7 @@ _OFFLOADED_BYTES = 8 * 1024 * 1024
 """Both legs of a hand-off write the body again; the prompt of a longer one does not fit any model."""
 _SMALL_BYTES = 64 * 1024
 _MAX_MODEL_NAME = 256
+_OFF = frozenset((b"", b"null", b"false"))
 _DEFAULT_COMPLETION_TOKENS = 16
 _DEFAULT_CHAT_TOKENS = 1024
 
@@ -234,12 +235,21 @@ def with_token_ids(parsed: Parsed, ids: Sequence[int], block_tokens: int, base_m
 
 
 def _may_offload(parsed: Parsed) -> bool:
-    """True for an API with hand-offs, one prompt, one choice, no output about its tokens: P's work is all D needs."""
+    """True for an API with hand-offs, one prompt, one choice, no output about its tokens: P's work is all D needs.
+
+    Also False for a beam search, to which vLLM does not apply the transfer's parameters, and for what only the D leg
+    would be refused for, since P's has other values there: P would hold the KV until its abort timeout.
+    """
     fields = parsed.fields
     if len(parsed.body) > _OFFLOADED_BYTES or parsed.endpoint not in HANDED_OFF:
         return False
     several = parsed.prompt.prompts > 1 or (fields.n or 1) > 1 or (fields.best_of or 1) > 1
-    return not (several or fields.echo or fields.prompt_logprobs is not None)
+    beams = bytes(fields.use_beam_search) not in _OFF
+    bounds = (fields.max_tokens, fields.max_completion_tokens)
+    refused = any(bound is not None and bound < 1 for bound in bounds) or (
+        fields.stream_options is not None and not fields.stream
+    )
+    return not (several or beams or refused or fields.echo or fields.prompt_logprobs is not None)
 
 
 def _chat_prompt(

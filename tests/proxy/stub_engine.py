@@ -27,6 +27,8 @@ class StubEngine:
     listings: int = 0
     """Times that its models were listed."""
     tokens: int = 4
+    finish_reason: str = "length"
+    """Of answers that are not streamed."""
     padding_bytes: int = 0
     token_delay_s: float = 0.0
     streams_end: asyncio.Event | None = None
@@ -167,7 +169,7 @@ class StubEngine:
             return web.Response(
                 body=b'{"id": "cmpl-1", "choi' * (self.mode == "cut_json"), content_type="application/json"
             )
-        if self.mode == "refuse_input":
+        if self.mode == "refuse_input" or (self.mode == "p_refuse" and is_prefill_leg):
             return web.json_response({"error": {"message": "too long", "type": "BadRequestError"}}, status=400)
         if (
             self.mode == "hang"
@@ -193,7 +195,7 @@ class StubEngine:
                         {
                             "index": 0,
                             "text": "w " * self.tokens,
-                            "finish_reason": "length",
+                            "finish_reason": self.finish_reason,
                             "message": {"role": "assistant", "content": "w"},
                         }
                     ],

@@ -159,6 +159,29 @@ async def test_a_first_token_that_ends_the_text_is_handed_over_anyway(
     assert said.answer == (await alone.say(alone.body(prompt, **forced))).answer
 
 
+async def test_what_p_ends_at_once_and_what_is_refused_costs_no_wait_and_no_pair(
+    engines: Engines, start_proxy: StartProxy
+) -> None:
+    """Only the end of text is allowed, so P frees its KV, and D would wait for it until its bound."""
+    proxy = await start_proxy(0, 1, roles={0: "kv_producer", 1: "kv_consumer"}, offload=BOUNDS)
+    ended = await proxy.say(proxy.body(fresh_prompt(700), allowed_token_ids=[0]))
+    assert (ended.status, ended.finish_reason) == (200, "stop"), ended.error
+    wrong: list[dict[str, Any]] = [
+        {"logprobs": 100},
+        {"temperature": -1},
+        {"use_beam_search": True, "stream": True},
+        {"min_tokens": 100},
+    ]
+    refused = [await proxy.say(proxy.body(fresh_prompt(700), **each)) for each in wrong]
+    assert [said.status for said in refused] == [400] * len(wrong)
+    last = await proxy.say(proxy.body(fresh_prompt(700)))
+    rows = {row["request_id"]: row["offload_reason"] for row in await proxy.rows()}
+    assert [rows[said.request_id] for said in (ended, *refused, last)] == [
+        *("fell_back_p_error", "fell_back_p_error", "fell_back_p_error", "request_shape", "fell_back_d_error"),
+        "chosen",
+    ]
+
+
 @pytest.mark.parametrize(
     "shape",
     [
@@ -166,8 +189,9 @@ async def test_a_first_token_that_ends_the_text_is_handed_over_anyway(
         {"echo": True, "max_tokens": 4},
         {"prompt_logprobs": 1},
         {"prompt": "two"},
+        {"use_beam_search": True},
     ],
-    ids=["n", "echo", "prompt_logprobs", "several_prompts"],
+    ids=["n", "echo", "prompt_logprobs", "several_prompts", "beam_search"],
 )
 async def test_what_one_hand_off_cannot_carry_stays_on_one_engine(
     engines: Engines, start_proxy: StartProxy, shape: dict[str, Any]

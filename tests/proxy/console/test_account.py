@@ -173,8 +173,8 @@ async def test_a_held_request(start_proxy: StartProxy) -> None:
         ),
         (
             {"endpoint": "/v1/completions", "planner": "threshold"},
-            "None: a hand-off cannot carry it: several prompts or choices, an echo or log probabilities of its prompt, "
-            "a body over 8 MiB, or the rest of a broken stream (planner threshold).",
+            "None: a hand-off cannot carry it: several prompts or choices, a beam search, an echo or log probabilities "
+            "of its prompt, a body over 8 MiB, or the rest of a broken stream (planner threshold).",
         ),
     ],
 )

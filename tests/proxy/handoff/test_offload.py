@@ -146,8 +146,43 @@ async def test_client_that_leaves_during_the_prefill_leg_aborts_it(start_proxy: 
     assert ledger_is_zero(await proxy.settled())
 
 
+@pytest.mark.parametrize("mode", ["refuse_input", "p_refuse"])
+async def test_a_pair_has_failed_only_if_d_answers_what_a_leg_was_refused(start_proxy: StartProxy, mode: str) -> None:
+    """Else one client's wrong requests would end the hand-offs of all others."""
+    proxy = await start(start_proxy, engines=[StubEngine(mode=mode) for _ in range(2)])
+    for number in range(12):
+        ids = list(range(number * 1000, number * 1000 + 400))
+        answer = await proxy.client.post("/v1/completions", json={**HEAVY, "prompt": ids})
+        assert answer.status_code == (400 if mode == "refuse_input" else 200)
+    reasons = [row["offload_reason"] for row in await proxy.rows()]
+    assert set(reasons) == {"fell_back_p_error"} | ({"pair_broken"} if mode == "p_refuse" else set())
+    assert ledger_is_zero(await proxy.settled())
+
+
+@pytest.mark.parametrize("reason", ["stop", "abort"])
+async def test_d_does_not_wait_for_a_p_that_has_ended_early(start_proxy: StartProxy, reason: str) -> None:
+    proxy = await start(start_proxy, engines=[StubEngine(finish_reason=reason) for _ in range(2)])
+    assert (await proxy.client.post("/v1/completions", json={**HEAVY, "stream": True})).status_code == 200
+    assert [row["offload_reason"] for row in await proxy.rows()] == ["fell_back_p_error"]
+    pulls = [b for e in proxy.engines for b in e.seen if (b.get("kv_transfer_params") or {}).get("do_remote_prefill")]
+    assert pulls == []
+
+
+@pytest.mark.parametrize("shape", [{"use_beam_search": False}, {"use_beam_search": None}, {"max_completion_tokens": 3}])
+async def test_fields_that_change_nothing_leave_the_hand_off(start_proxy: StartProxy, shape: dict[str, Any]) -> None:
+    proxy = await start(start_proxy)
+    assert (await proxy.client.post("/v1/completions", json={**HEAVY, **shape})).status_code == 200
+    assert [row["offload_reason"] for row in await proxy.rows()] == ["chosen"]
+
+
 @pytest.mark.parametrize(
-    "shape", [{"n": 2}, {"best_of": 2}, {"echo": True}, {"prompt_logprobs": 1}, {"prompt": [HEAVY["prompt"]] * 2}]
+    "shape",
+    [
+        *({"n": 2}, {"best_of": 2}, {"echo": True}, {"prompt_logprobs": 1}, {"prompt": [HEAVY["prompt"]] * 2}),
+        {"use_beam_search": True},
+        # P's leg would be accepted, and D's refused.
+        *({"max_tokens": 0}, {"max_completion_tokens": 0}, {"stream_options": {"include_usage": True}}),
+    ],
 )
 async def test_requests_one_hand_off_cannot_carry_run_co_located(
     start_proxy: StartProxy, shape: dict[str, Any]
