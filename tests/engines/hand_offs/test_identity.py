@@ -159,6 +159,41 @@ async def test_a_first_token_that_ends_the_text_is_handed_over_anyway(
     assert said.answer == (await alone.say(alone.body(prompt, **forced))).answer
 
 
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+
+
+def comparable(part: Any) -> Any:
+    """A part of an answer without ids, with log probabilities rounded."""
+    if isinstance(part, dict):
+        return {key: comparable(value) for key, value in part.items() if key != "id"}
+    if isinstance(part, list):
+        return [comparable(each) for each in part]
+    return round(part, 3) if isinstance(part, float) else part
+
+
+async def test_fields_have_their_effect_after_a_hand_off(engines: Engines, start_proxy: StartProxy) -> None:
+    roles = {0: "kv_producer", 1: "kv_consumer"}
+    proxy = await start_proxy(0, 1, roles=roles, offload=BOUNDS)
+    alone = await start_proxy(JUDGE, offload={"planner": "never", "params": {}})
+    fields: list[dict[str, Any]] = [
+        {"logprobs": 2},
+        {"stop": ["a", "e", "i"], "max_tokens": 40, "include_stop_str_in_output": True},
+        {"seed": 4, "temperature": 1.0, "frequency_penalty": 1.0},
+        {"structured_outputs": {"choice": ["yes", "no"]}},
+    ]
+    bodies = [("/v1/completions", proxy.body(fresh_prompt(600), **each)) for each in fields]
+    chats: list[dict[str, Any]] = [
+        {"logprobs": True, "top_logprobs": 2, "max_completion_tokens": 5},
+        {"tools": [TOOL], "tool_choice": "required", "max_tokens": 40},
+    ]
+    bodies += [("/v1/chat/completions", proxy.body(fresh_text(3000), chat=True, **each)) for each in chats]
+    for path, body in bodies:
+        answer, other = await proxy.client.post(path, json=body), await alone.client.post(path, json=body)
+        assert (answer.status_code, other.status_code) == (200, 200), answer.text + other.text
+        assert answer.headers["x-warmroute-prefill-instance"] == engines.name(0)
+        assert comparable(answer.json()["choices"]) == comparable(other.json()["choices"]), body
+
+
 async def test_what_p_ends_at_once_and_what_is_refused_costs_no_wait_and_no_pair(
     engines: Engines, start_proxy: StartProxy
 ) -> None:
