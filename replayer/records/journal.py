@@ -40,7 +40,7 @@ class Journal:
         resume: continue an existing file; a missing one is created.
 
     Raises:
-        RecordError: the file exists (without resume), is complete, or belongs to another run.
+        RecordError: the file exists (without resume), is no regular file, is complete, or belongs to another run.
         OSError: the file cannot be opened.
     """
 
@@ -49,6 +49,9 @@ class Journal:
         self.recorded: dict[str, RequestRecord] = {}
         """Records found on resume, by request id."""
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():
+            # Reading a device such as /dev/full never ends, nor does opening a pipe that nobody reads.
+            raise RecordError(f"{path}: is no regular file; give the name of a new one as --output")
         has_lines = path.exists() and b"\n" in path.read_bytes()
         if not resume and path.exists() and path.stat().st_size:
             raise RecordError(f"{path}: exists already; give another --output, or --resume to continue it")

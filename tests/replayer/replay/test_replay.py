@@ -262,6 +262,12 @@ async def test_resume_refuses_another_run_and_a_complete_one(stub: Stub, tmp_pat
         await replay_trace(trace, output, options(stub, seed=9), resume=True)
 
 
+async def test_a_device_is_refused_as_output_before_anything_is_sent(stub: Stub) -> None:
+    with pytest.raises(RecordError, match=r"/dev/null: is no regular file; give the name of a new one as --output"):
+        await replay_trace(make_trace(1, 1), Path("/dev/null"), options(stub))
+    assert not stub.calls
+
+
 @pytest.mark.parametrize(
     ("changes", "read_with", "words"),
     [
