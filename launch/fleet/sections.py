@@ -24,7 +24,7 @@ class SimSettings(Section):
     profile: str = Field(default="h20", description="hardware profile: the times of prefill and decode")
     block_size: int = Field(default=64, ge=1, description="tokens of one KV block")
     kv_capacity_tokens: int | None = Field(default=None, ge=1, description="KV pool in tokens; default: the profile's")
-    time_scale: float = Field(default=1.0, gt=0, le=1000, description="speed relative to real time")
+    time_scale: float = Field(default=1.0, gt=0, le=1000, description="speed relative to real time (--engine-speed)")
     seed: int = Field(default=0, description="seed of the generated text, the same for every engine of the fleet")
     max_num_batched_tokens: int | None = Field(default=None, ge=1, description="token budget of one engine step")
     max_num_seqs: int | None = Field(default=None, ge=1, description="most requests in one batch")

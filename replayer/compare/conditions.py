@@ -15,7 +15,15 @@ from replayer.records.counted import counted
 from replayer.records.runs import Run
 from replayer.traces.trace import Trace
 
-_MUST_AGREE = ("trace_sha256", "time_scale", "think_scale", "clock_scale", "max_inflight_sessions", "request_limit")
+_MUST_AGREE = {
+    "trace_sha256": "",
+    "time_scale": "--arrival-speed ",
+    "think_scale": "--think-speed ",
+    "clock_scale": "--engine-speed ",
+    "max_inflight_sessions": "",
+    "request_limit": "",
+}
+"""Fields of the header, with the option where that has another name."""
 _MUST_AGREE_OPTIONS = ("idle_gap_cap_s", "block_tokens", "prompt_mode")
 _PLANNED = ("requests", "sessions", "span_s", "prompt_tokens_per_s", "output_tokens_per_s", "ideal_apc")
 """Figures of the offered load that differ wherever the plan does, as when the trace was loaded with other options."""
@@ -154,10 +162,10 @@ def _listed(named: Sequence[tuple[str, ArmRun]]) -> str:
 
 def _unlike(leader: Run, run: Run, leader_name: str, name: str) -> list[str]:
     reasons = []
-    for field in _MUST_AGREE:
+    for field, option in _MUST_AGREE.items():
         before, after = getattr(leader.header, field), getattr(run.header, field)
         if before != after:
-            reasons.append(f"{field} differs ({before} against {after}, in {leader_name} and {name})")
+            reasons.append(f"{field} differs ({option}{before} against {after}, in {leader_name} and {name})")
     for option in _MUST_AGREE_OPTIONS:
         before, after = leader.header.options.get(option), run.header.options.get(option)
         # Earlier versions did not record all of them.

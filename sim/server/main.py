@@ -144,7 +144,7 @@ def _announce(settings: ServerSettings, sockets: list[socket.socket]) -> None:
     ports = [each.getsockname()[1] for each in sockets]
     bootstrap = f", bootstrap {ports[1]}" if len(ports) > 1 else ""
     log.info(
-        "%s on http://%s:%d%s%s: profile %s, %d blocks of %d tokens, role %s, time scale %g, engine id %s",
+        "%s on http://%s:%d%s%s: profile %s, %d blocks of %d tokens, role %s, engine speed %g, engine id %s",
         settings.model,
         bracketed(settings.host),
         ports[0],

@@ -90,8 +90,12 @@ class TraceSettings(Section):
 class ReplaySettings(Section):
     """Replay settings of the trace, as for `warmroute replay`. Seconds are engine seconds."""
 
-    time_scale: float = Field(default=1.0, gt=0, description="arrivals come this many times faster than in the trace")
-    think_scale: float | None = Field(default=None, gt=0, description="think times likewise; default: time_scale")
+    time_scale: float = Field(
+        default=1.0, gt=0, description="arrivals come this many times faster than in the trace (--arrival-speed)"
+    )
+    think_scale: float | None = Field(
+        default=None, gt=0, description="think times likewise (--think-speed); default: time_scale"
+    )
     request_limit: int | None = Field(default=None, ge=1, description="whole sessions up to this many requests")
     idle_gap_cap_s: float | None = Field(default=60.0, ge=0, description="longest think time, before scaling")
     max_inflight_sessions: int | None = Field(default=None, ge=1, description="most sessions in progress at once")

@@ -135,9 +135,8 @@ def test_repeats_of_unlike_conditions_are_refused_by_name() -> None:
         ArmRuns("a", [*single(make_run()).runs, *single(make_run(time_scale=2.0)).runs]),
         single(make_run("b")),
     ]
-    with pytest.raises(
-        ComparisonError, match=r"time_scale differs \(1.0 against 2.0, in 'a' \(run 1\) and 'a' \(run 2\)"
-    ):
+    named = r"time_scale differs \(--arrival-speed 1.0 against 2.0, in 'a' \(run 1\) and 'a' \(run 2\)"
+    with pytest.raises(ComparisonError, match=named):
         compare_arms(arms)
 
 

@@ -222,6 +222,6 @@ def test_command_line_refuses_runs_of_different_conditions(app: typer.Typer, sto
     paths = [str(stored(make_run())), str(stored(make_run("b", time_scale=2.0)))]
     refused = CliRunner().invoke(app, ["compare", *paths])
     assert refused.exit_code == 2
-    assert "time_scale differs (1.0 against 2.0" in refused.output
+    assert "time_scale differs (--arrival-speed 1.0 against 2.0" in refused.output
     assert CliRunner().invoke(app, ["compare", *paths, "--force"]).exit_code == 0
     assert CliRunner().invoke(app, ["compare", paths[0]]).exit_code == 2
