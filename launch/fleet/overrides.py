@@ -28,8 +28,12 @@ def apply_environment(values: dict[str, Any], environment: Mapping[str, str] | N
     return changed
 
 
-def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+def apply_overrides(
+    values: dict[str, Any], overrides: Sequence[str], *, example: str = "vllm.max_model_len=8192"
+) -> dict[str, Any]:
     """The file's values with each ``dotted.key=value`` applied; values are YAML, list items are numbered from 0.
+
+    ``example`` is shown where one has no value.
 
     Raises:
         ValueError: no ``=``, a value that is not YAML, or a key below a value that has no keys.
@@ -38,7 +42,7 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[st
     for text in overrides:
         key, equals, written = text.partition("=")
         if not equals or not key.strip():
-            raise ValueError(f"--set {text}: write key=value, for example vllm.max_model_len=8192")
+            raise ValueError(f"--set {text}: write key=value, for example {example}")
         try:
             value = load_yaml(written)
         except yaml.YAMLError as error:
@@ -68,4 +72,5 @@ def _put(values: dict[str, Any], path: list[str], value: Any, text: str) -> None
                     here[part] = {}
                 here = here[part]
         else:
-            raise ValueError(f"--set {text}: {'.'.join(path[:depth])} has no keys")
+            where = ".".join(path[:depth])
+            raise ValueError(f"--set {text}: {where} is {here!r} and has no keys; set {where} as a whole")

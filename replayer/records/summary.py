@@ -108,7 +108,7 @@ def _class_summary(name: str, records: Sequence[RequestRecord]) -> ClassSummary:
     )
 
 
-def _failures(records: Iterable[RequestRecord]) -> dict[str, int]:
+def failures(records: Iterable[RequestRecord]) -> dict[str, int]:
     """Failed requests by reason, most frequent first: the first error of those that begin alike -> their number."""
     counts: Counter[str] = Counter()
     reasons: dict[str, str] = {}
@@ -178,7 +178,7 @@ def summarise(
         span_s=span_s,
         requests_per_s=len(good) / span_s if span_s > 0 else 0.0,
         send_lag_s=quantiles(r.sent_s - r.scheduled_s for r in records if r.sent_s is not None),
-        errors=_failures(records),
+        errors=failures(records),
     )
 
 

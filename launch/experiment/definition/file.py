@@ -226,7 +226,7 @@ def load_experiment(path: Path, overrides: Sequence[str] = ()) -> LoadedExperime
         raise ExperimentError(f"{found}: not YAML ({error})") from error
     if isinstance(values, dict) and overrides:
         try:
-            values = apply_overrides(values, overrides)
+            values = apply_overrides(values, overrides, example="backend.instances=16")
         except ValueError as error:
             raise ExperimentError(f"{found}: {error}") from error
     settings = parse_experiment(values, str(found))

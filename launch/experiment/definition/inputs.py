@@ -118,6 +118,22 @@ def plan_options(experiment: LoadedExperiment) -> PlanOptions:
     )
 
 
+def check_noise(experiment: LoadedExperiment, trace: Trace) -> None:
+    """Refuse repeats with noise of arrivals alone for a trace of one session, which has nothing to be moved against.
+
+    Raises:
+        ExperimentError: every repeat would be the same.
+    """
+    settings = experiment.settings
+    if not isinstance(settings.backend, SimulatedBackend) or len(settings.run_seeds) == 1:
+        return
+    if settings.backend.noise.speed_sigma == 0 and len(trace.sessions()) == 1:
+        raise ExperimentError(
+            "repeats: the trace has one session, which noise.arrival_jitter_s only moves as a whole: every repeat "
+            "would be the same; set backend.noise.speed_sigma, or run once"
+        )
+
+
 def checked_load(experiment: LoadedExperiment, fleets: dict[str, FleetFile]) -> OfferedLoad:
     """Load offered by each run, after the checks of `prepare`; loads the whole trace and writes nothing.
 
@@ -126,6 +142,7 @@ def checked_load(experiment: LoadedExperiment, fleets: dict[str, FleetFile]) -> 
     """
     _profiles(experiment, fleets)
     trace = build_trace(experiment)
+    check_noise(experiment, trace)
     check_engines(experiment, trace.block_tokens, fleets)
     return make_plan(trace, plan_options(experiment)).offered
 
@@ -150,9 +167,13 @@ def prepare(experiment: LoadedExperiment, directory: Path) -> Inputs:
             files["trace"] = file_sha256(path)
         if path is not None and experiment.settings.trace.as_stored:
             # An unreadable trace fails here, not in the first run.
-            check_engines(experiment, load_trace(path, limit=_PROBE_REQUESTS).block_tokens, fleets)
+            trace = load_trace(path, limit=_PROBE_REQUESTS)
+            if len(trace.requests) < _PROBE_REQUESTS:
+                check_noise(experiment, trace)
+            check_engines(experiment, trace.block_tokens, fleets)
             return Inputs(path, files["trace"], fleets, files)
         trace = build_trace(experiment)
+        check_noise(experiment, trace)
         check_engines(experiment, trace.block_tokens, fleets)
         made = directory / TRACE_FILE
         if not made.exists():

@@ -6,7 +6,7 @@ import asyncio
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -40,6 +40,7 @@ from launch.run.state import StateError, read_state
 from policies.registry import parameters
 from replayer.records.breakdown_rows import BreakdownError
 from replayer.records.runs import RecordError, RequestRecord
+from replayer.records.summary import failures
 from replayer.replay.endpoint import EndpointError
 from replayer.traces.loading import load
 from replayer.traces.trace import Trace, TraceError
@@ -241,7 +242,7 @@ class Runner:
             measured = await measure_simulated(self._experiment, slot, self._inputs, folder, callbacks)
         self._refuse_stale(run)
         run.requests, run.ok = len(measured.run.records), sum(one.ok for one in measured.run.records)
-        run.warnings = self._warnings(record, measured, run)
+        run.warnings = self._warnings(record, measured)
         record.instances, record.kv_capacity_tokens = measured.instances, measured.kv_capacity_tokens
         record.fleet, record.command = measured.fleet, measured.command
         record.warnings, record.finished_unix_s = run.warnings, time.time()
@@ -260,10 +261,9 @@ class Runner:
         if proof is not None:
             self._known.add(run.name, proof)
 
-    def _warnings(self, record: ArmRecord, measured: Measured, run: RunState) -> list[str]:
+    def _warnings(self, record: ArmRecord, measured: Measured) -> list[str]:
         found = list(measured.warnings)
-        if run.requests is not None and run.ok is not None and run.ok < run.requests:
-            found.append(f"{run.requests - run.ok} of {run.requests} requests failed")
+        found += failed_requests(measured.run.records)
         if self._live and record.load_before is not None and record.load_before.warning:
             found.append(record.load_before.warning)
         return [*found, *(f"the environment changed: {change}" for change in record.environment_changes)]
@@ -282,6 +282,16 @@ class Runner:
             states.write_experiment(self._directory, self._state)
         except OSError as error:
             raise ExperimentError(f"{error.filename}: cannot be written ({error.strerror})") from error
+
+
+def failed_requests(records: Sequence[RequestRecord]) -> list[str]:
+    """Warning of a run with failed requests, with the reason of most of them; nothing if all succeeded."""
+    reasons = failures(records)
+    if not reasons:
+        return []
+    reason, count = next(iter(reasons.items()))
+    which = "" if len(reasons) == 1 else f", {count} of them"
+    return [f"{sum(reasons.values())} of {len(records)} requests failed{which}: {reason}"]
 
 
 def _marks(folder: Path) -> dict[str, states.FileMark]:

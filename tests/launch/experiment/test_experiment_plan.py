@@ -47,6 +47,7 @@ from replayer.traces.trace import TraceError
 from sim.offline.checking import engine_error
 from sim.offline.setup import Setup
 from tests.launch.conftest import free_base
+from tests.replayer.conftest import make_trace
 
 SIMULATED: dict[str, Any] = {
     "name": "paper",
@@ -236,6 +237,11 @@ def test_every_mistake_is_named(values: dict[str, Any], message: str) -> None:
     assert message in str(caught.value)
 
 
+def test_an_override_without_a_value_is_refused_with_a_key_of_an_experiment(tmp_path: Path) -> None:
+    with pytest.raises(ExperimentError, match=r"--set repeats: write key=value, for example backend.instances=16$"):
+        loaded(tmp_path, SIMULATED, "repeats")
+
+
 def test_an_arm_may_be_the_name_of_its_policy() -> None:
     assert settings(arms={"a": "linear"}) == settings(arms={"a": {"policy": "linear"}})
 
@@ -351,6 +357,28 @@ class TestTrace:
         assert len(load_trace(path).requests) == checked_load(experiment, {}).requests == 40
         with pytest.raises(ExperimentError, match=r"trace: nothing at yours\.jsonl"):
             trace_file(loaded(tmp_path, trace="yours.jsonl"))
+
+    @pytest.mark.usefixtures("checked_here")
+    def test_repeats_that_only_move_the_one_session_of_a_trace_are_refused_before_anything_runs(
+        self, tmp_path: Path
+    ) -> None:
+        from replayer.traces.formats import bailian
+
+        bailian.write(tmp_path / "one.jsonl", make_trace(sessions=1, turns=3).requests)
+        bailian.write(tmp_path / "two.jsonl", make_trace(sessions=2, turns=3).requests)
+        moved = {"kind": "simulated", "noise": {"arrival_jitter_s": 1}}
+        slowed = {"kind": "simulated", "noise": {"arrival_jitter_s": 1, "speed_sigma": 0.02}}
+
+        def checked(**values: Any) -> None:
+            experiment = loaded(tmp_path, **values)
+            prepare(experiment, tmp_path)
+            checked_load(experiment, {})
+
+        with pytest.raises(ExperimentError, match=r"the trace has one session.* set backend\.noise\.speed_sigma"):
+            checked(trace="one.jsonl", repeats=2, backend=moved)
+        checked(trace="one.jsonl", repeats=2, backend=slowed)
+        checked(trace="one.jsonl", repeats=1, backend=moved)
+        checked(trace="two.jsonl", repeats=2, backend=moved)
 
     @pytest.mark.usefixtures("checked_here")
     def test_times_in_another_unit_are_read_by_the_key_that_the_loader_names(self, tmp_path: Path) -> None:

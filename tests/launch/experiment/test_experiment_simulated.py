@@ -26,11 +26,12 @@ from launch.experiment.records import environment
 from launch.experiment.records.freshness import SimulatedProof, read_proof, simulated_proof
 from launch.experiment.records.state import read_experiment
 from launch.experiment.run import simulated
+from launch.experiment.run.runner import failed_requests
 from launch.experiment.run.simulated import simulator_command
 from launch.experiment.verify import verify
 from launch.run.processes import ManagedProcess
 from replayer.compare.comparison import KeptSettings, kept_settings
-from replayer.records.runs import read_run
+from replayer.records.runs import RequestRecord, read_run
 from replayer.report.cli import register
 from replayer.report.inputs import read_inputs
 from replayer.traces.formats.source import file_sha256
@@ -266,6 +267,25 @@ def test_compare_reads_every_setting_of_the_section_comparison() -> None:
 
 @pytest.mark.fleet
 @pytest.mark.usefixtures("leaves_nothing")
+def test_failed_requests_are_a_warning_with_the_reason_of_most_of_them() -> None:
+    def record(number: int, error: str | None) -> RequestRecord:
+        return RequestRecord(
+            request_id=str(number),
+            session_id="s",
+            turn=1,
+            chat_id=number,
+            trace_timestamp_s=0.0,
+            scheduled_s=0.0,
+            ok=error is None,
+            error=error,
+        )
+
+    good, full, slow = record(0, None), record(1, "HTTP 400: no room"), record(2, "timed out after 600 s")
+    assert failed_requests([good, good]) == []
+    assert failed_requests([good, full, full]) == ["2 of 3 requests failed: HTTP 400: no room"]
+    assert failed_requests([slow, full, full, good]) == ["3 of 4 requests failed, 2 of them: HTTP 400: no room"]
+
+
 def test_one_arm_is_not_pointed_to_compare(tmp_path: Path) -> None:
     for arms in ({"plain": {"policy": "linear"}}, {name: {"policy": "linear"} for name in ("plain", "again")}):
         config, directory = written(tmp_path, arms=arms, repeats=1), tmp_path / str(len(arms))

@@ -327,7 +327,7 @@ def test_overrides_and_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         ("count", "write key=value"),
         ("a=[", "the value is not YAML"),
         ("groups.7.count=1", "groups is a list of 1; '7' is not in it"),
-        ("model.x=1", "model has no keys"),
+        ("model.x=1", "and has no keys; set model as a whole"),
     ],
 )
 def test_overrides_that_cannot_be_applied(text: str, message: str) -> None:
