@@ -6,14 +6,15 @@ files of the shipped hardware profiles, which proxy, launcher and simulator read
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, get_args
 
 import yaml
 
 if TYPE_CHECKING:
-    from pydantic import ValidationError
+    from pydantic import BaseModel, ValidationError
 
 HARDWARE_FOLDER = Path(__file__).resolve().parent / "configs" / "hardware"
 """Folder of the shipped hardware profiles; the points that they are fitted to lie beside them."""
@@ -62,20 +63,61 @@ _NO_SECTION = frozenset({"model_type", "model_attributes_type", "dict_type"})
 """Pydantic's types of a value where a section belongs; its own words name classes."""
 
 
-def problem_text(problem: Mapping[str, Any]) -> str:
-    """One of ``ValidationError.errors()`` without its key, in words that name a remedy where pydantic's do not."""
+def problem_text(problem: Mapping[str, Any], known: Sequence[str] = ()) -> str:
+    """One of ``ValidationError.errors()`` without its key, in words that name a remedy where pydantic's do not.
+
+    ``known`` are the valid keys beside it, of which the nearest one is named.
+    """
     if problem["type"] == "extra_forbidden":
-        return "unknown key; check the spelling"
+        nearest = get_close_matches(str(problem["loc"][-1]), known, n=1)
+        return f"unknown key; did you mean {nearest[0]}?" if nearest else "unknown key; check the spelling"
     if problem["type"] in _NO_SECTION:
         value = problem["input"]
         return f"expected keys with values, found {'nothing' if value is None else type(value).__name__}"
     return str(problem["msg"]).removeprefix("Value error, ")
 
 
-def problems_of(error: ValidationError) -> str:
+def written_place(model: type[BaseModel], loc: Sequence[str | int]) -> tuple[str, list[str]]:
+    """Dotted key as it is written in the file, and all keys that the section of its last part may have.
+
+    Pydantic puts the kind of a section into the place (``backend.simulated.instances``), which no file has.
+    """
+    sections, kind = [model], None
+    path: list[str] = []
+    known: list[str] = []
+    for part in loc:
+        of_kind = [each for each in sections if kind and part in get_args(each.model_fields[kind].annotation)]
+        if of_kind:
+            sections, kind = of_kind, None
+            continue
+        path.append(str(part))
+        known = [name for each in sections for name in each.model_fields]
+        # Items of lists and names of arms are no fields: the sections below them are those of the field before.
+        field = next((each.model_fields[part] for each in sections if part in each.model_fields), None)
+        if field is not None:
+            sections = list(_sections(field.annotation))
+            kind = field.discriminator if isinstance(field.discriminator, str) else None
+    return ".".join(path), known
+
+
+def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
+    from pydantic import BaseModel
+
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _sections(part)
+
+
+def number_of_problems(count: int) -> str:
+    """``1 problem``, ``2 problems``."""
+    return f"{count} problem{'s' * (count != 1)}"
+
+
+def problems_of(error: ValidationError, model: type[BaseModel]) -> str:
     """The problems of a file's values as one line for their number and one for each, with its key."""
-    lines = [f"{error.error_count()} problem(s)"]
+    lines = [number_of_problems(error.error_count())]
     for problem in error.errors():
-        where = ".".join(str(part) for part in problem["loc"]) or "(top level)"
-        lines.append(f"  {where}: {problem_text(problem)}")
+        where, known = written_place(model, problem["loc"])
+        lines.append(f"  {where or '(top level)'}: {problem_text(problem, known)}")
     return "\n".join(lines)

@@ -253,4 +253,4 @@ def load_profile(name: str) -> HardwareProfile:
     try:
         return HardwareProfile.model_validate(read_yaml(path))
     except ValidationError as error:
-        raise ProfileError(f"{path} is not a hardware profile: {problems_of(error)}") from error
+        raise ProfileError(f"{path} is not a hardware profile: {problems_of(error, HardwareProfile)}") from error

@@ -113,7 +113,7 @@ def load_points(path: Path) -> Points:
     try:
         return Points.model_validate(read_yaml(path))
     except ValidationError as error:
-        raise ProfileError(f"{path} is not a points file: {problems_of(error)}") from error
+        raise ProfileError(f"{path} is not a points file: {problems_of(error, Points)}") from error
 
 
 def points_path(name: str) -> Path:

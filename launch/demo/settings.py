@@ -131,7 +131,7 @@ def load_demo(path: Path, **overrides: Any) -> DemoSettings:
     try:
         settings = DemoSettings(**values)
     except ValidationError as error:
-        raise FleetError(explain(error, str(path))) from error
+        raise FleetError(explain(error, str(path), DemoSettings)) from error
     for arm in settings.arms:
         settings.fleet_of(arm)
     return settings

@@ -11,6 +11,7 @@ import msgspec
 
 from launch.doctor.findings import Check, Finding, Status
 from launch.doctor.versions import TESTED
+from warmroute_yaml import number_of_problems
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -51,7 +52,7 @@ def summary(findings: Sequence[Finding]) -> str:
     problems, warnings = count(findings, Status.PROBLEM), count(findings, Status.WARNING)
     if not problems and not warnings:
         return "nothing to fix"
-    return f"{problems} problem(s), {warnings} warning(s)"
+    return f"{number_of_problems(problems)}, {warnings} warning{'s' * (warnings != 1)}"
 
 
 def findings_table(findings: Sequence[Finding]) -> Table:

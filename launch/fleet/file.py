@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError, model_validator
+from pydantic import BaseModel, ValidationError, model_validator
 
 from launch.fleet.checks import check_fleet
 from launch.fleet.layout import ANY_HOST, FleetLayout
@@ -81,7 +81,7 @@ def parse_fleet(values: Any, source: str = "fleet") -> FleetFile:
     try:
         fleet = FleetFile(**values)
     except ValidationError as error:
-        raise FleetError(explain(error, source)) from error
+        raise FleetError(explain(error, source, FleetFile)) from error
     if fleet.kind == "sim":
         _check_profile(fleet.sim.profile, source)
     try:
@@ -164,6 +164,6 @@ def ports_in_use(fleet: FleetFile, *, with_proxy: bool = True) -> list[str]:
     return problems
 
 
-def explain(error: ValidationError, source: str) -> str:
-    """A pydantic error as one line per problem, with the key and the remedy."""
-    return f"{source}: {problems_of(error)}"
+def explain(error: ValidationError, source: str, model: type[BaseModel]) -> str:
+    """A pydantic error of values for ``model`` as one line per problem, with the key and the remedy."""
+    return f"{source}: {problems_of(error, model)}"

@@ -46,7 +46,7 @@ from proxy.settings.security import AdminSettings, FairnessSettings, KeySettings
 from proxy.settings.serving import BreakdownSettings, HealthSettings, LimitSettings, LogSettings, TimeoutSettings
 from proxy.settings.sessions import CacheKillerSettings, NormalizeSettings, SessionSettings
 from proxy.settings.sharing import SharingSettings
-from warmroute_yaml import load_yaml, problem_text
+from warmroute_yaml import load_yaml, number_of_problems, problem_text, written_place
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _NO_ENGINE = (
@@ -291,13 +291,13 @@ def _without_params(section: Any) -> Any:
 def _explain(error: ValidationError, path: Path | None, flags: dict[str, Any]) -> str:
     lines, elsewhere = [], False
     for problem in error.errors():
-        where = ".".join(str(part) for part in problem["loc"]) or "(top level)"
+        where, known = written_place(Settings, problem["loc"])
         variable = environment.origin(problem["loc"], flags)
         from_variable = environment.remark(variable) if variable else ""
         elsewhere |= variable is None
-        what = problem_text(problem) + from_variable
+        what = problem_text(problem, known) + from_variable
         if what == _NO_ENGINE:
             where = "instances"
-        lines.append(f"  {where}: {what}")
+        lines.append(f"  {where or '(top level)'}: {what}")
     source = (path or "settings") if elsewhere else "environment"
-    return "\n".join([f"{source}: {error.error_count()} problem(s)", *lines])
+    return "\n".join([f"{source}: {number_of_problems(error.error_count())}", *lines])

@@ -143,7 +143,7 @@ class ExperimentSettings(Section):
         try:
             return SimulatedBackend(**{**self.backend.model_dump(), **changes})
         except ValidationError as error:
-            raise ValueError(explain(error, f"arms.{name}.fleet")) from error
+            raise ValueError(explain(error, f"arms.{name}.fleet", SimulatedBackend)) from error
 
     @property
     def baseline_arm(self) -> str:
@@ -203,7 +203,7 @@ def parse_experiment(values: Any, source: str = "experiment", *, recorded: bool 
     try:
         return ExperimentSettings.model_validate(values, context={"recorded": recorded})
     except ValidationError as error:
-        raise ExperimentError(explain(error, source)) from error
+        raise ExperimentError(explain(error, source, ExperimentSettings)) from error
 
 
 def load_experiment(path: Path, overrides: Sequence[str] = ()) -> LoadedExperiment:

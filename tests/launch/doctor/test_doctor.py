@@ -272,5 +272,5 @@ def test_the_table_shows_what_was_found_without_reading_it_as_markup(tmp_path: P
     shown = console.export_text()
     assert "[/red] in [brackets]" in shown
     assert "[bold]" in shown
-    assert report.summary([odd]) == "1 problem(s), 0 warning(s)"
+    assert report.summary([odd]) == "1 problem, 0 warnings"
     assert report.summary([]) == "nothing to fix"

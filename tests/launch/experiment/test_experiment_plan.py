@@ -223,7 +223,17 @@ class TestOrder:
         ({"seeds": [1, 2], "repeats": 2}, "list more seeds instead"),
         ({"backend": {"kind": "simulated"}, "repeats": 2}, "without noise every repeat would be the same"),
         ({"backend": {"kind": "imagined"}}, "backend"),
-        ({"backend": {"kind": "live", "fleet": "sim-4x", "flet": 1}}, "flet: unknown key"),
+        (
+            {"backend": {"kind": "live", "fleet": "sim-4x", "flet": 1}},
+            "experiment: 1 problem\n  backend.flet: unknown key; did you mean fleet?",
+        ),
+        (
+            {"backend": {"kind": "simulated", "pool_token": 1}, "repeat": 3},
+            "experiment: 2 problems\n  backend.pool_token: unknown key; did you mean pool_tokens?\n"
+            "  repeat: unknown key; did you mean repeats?",
+        ),
+        ({"arms": {"a": {"polcy": "warm", "policy": "warm"}}}, "arms.a.polcy: unknown key; did you mean policy?"),
+        ({"trace": {"synth": {"zzz": 1}}}, "trace.synth.zzz: unknown key; check the spelling"),
         ({"backend": {"kind": "simulated", "role": "kv_producer"}}, "role: no instance could decode"),
         ({"arms": {"a": {"policy": "linear", "fleet": {"role": "kv_producer"}}}}, "role: no instance could decode"),
         ({"order": "random"}, "order: Input should be 'interleaved' or 'randomised'"),

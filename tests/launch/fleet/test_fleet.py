@@ -22,7 +22,7 @@ GOOD: dict[str, Any] = {"kind": "sim", "count": 2}
     ("change", "message"),
     [
         ({"cuont": 3}, "cuont: unknown key"),
-        ({"sim": {"profil": "h20"}}, "sim.profil: unknown key"),
+        ({"sim": {"profil": "h20"}}, "sim.profil: unknown key; did you mean profile"),
         ({"sim": {"profile": "h2000"}}, "sim.profile: no profile 'h2000'; known: h100-nvlink, h100-nvlink-128, h20,"),
         ({"sim": {"profile": "mine/h2000.yaml"}}, "sim.profile: no file at mine/h2000.yaml"),
         ({"count": 0}, "count: Input should be greater than or equal to 1"),

@@ -72,7 +72,7 @@ def test_a_bad_value_of_the_file_is_blamed_on_no_variable(tmp_path: Path, monkey
     monkeypatch.setenv("WARMROUTE_LIMITS", '{"queue_size": 5}')
     with pytest.raises(SettingsError) as caught:
         load_settings(file)
-    assert str(caught.value).startswith(f"{file}: 1 problem(s)")
+    assert str(caught.value).startswith(f"{file}: 1 problem\n")
     assert "WARMROUTE" not in str(caught.value)
 
 
@@ -106,7 +106,7 @@ def test_name_defaults_to_the_address() -> None:
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"polcy": {}}, "polcy: unknown key"),
+        ({"polcy": {}}, "polcy: unknown key; did you mean policy"),
         ({"limits": 5}, "limits: expected keys with values, found int"),
         ({"policy": {"name": "linear", "params": [1]}}, "policy.params: expected keys with values, found list"),
         ({"instances": [{"name": "..", "url": "http://127.0.0.1:1"}]}, "clients leave out . and .. of a path"),
