@@ -23,6 +23,7 @@ _OTHERS = frozenset(
         "ENGINES_RUN",
         "KEY",
         "TRACES",
+        "TRANSFER_RECORDS",
     )
 )
 """Variables of the other commands, of examples and of the tests."""

@@ -17,6 +17,7 @@ from replayer.records.validity import calls_invalid
 from replayer.traces.formats.source import file_sha256
 
 EXPERIMENT_FILE = "experiment.json"
+_SWEEP_FILE = "sweep.json"
 RUN_FILE = "run.jsonl"
 _DONE = "done"
 
@@ -200,6 +201,8 @@ def _plan(directory: Path) -> dict[str, Any]:
     try:
         plan = msgspec.json.decode(path.read_bytes())
     except FileNotFoundError as error:
+        if (directory / _SWEEP_FILE).is_file():
+            raise ArmFilesError(f"{directory} is a sweep: give its run files, such as {directory}/*.jsonl") from error
         raise ArmFilesError(
             f"{directory} is a directory without {EXPERIMENT_FILE}: give run files, or the directory of "
             "`warmroute experiment run`"

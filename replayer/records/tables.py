@@ -43,7 +43,7 @@ def summary_lines(summary: Summary) -> list[str]:
         lines.append(f"resumed after {before}: caches and load are not those of an unbroken run")
     if summary.apc is not None:
         lines.append(f"APC (cached / prompt tokens, as the engines report): {summary.apc:.3f}")
-    else:
+    elif summary.ok:
         lines.append("APC unknown: the engine reports no cached tokens (vLLM: --enable-prompt-tokens-details)")
     if summary.predicted_requests:
         error = summary.predicted_error_tokens

@@ -94,6 +94,14 @@ def test_settings_and_known_variables_are_not_named(name: str, value: str) -> No
     assert unknown_variables({name: value}, settings()) == []
 
 
+def test_every_variable_of_the_other_commands_is_known() -> None:
+    root = Path(__file__).resolve().parents[3]
+    modules = [path for folder in ("bench", "launch", "replayer", "sim") for path in (root / folder).rglob("*.py")]
+    named = {name for path in modules for name in re.findall(r'"(WARMROUTE_[A-Z_]*[A-Z])"', path.read_text())}
+    assert {"WARMROUTE_ENGINE_PYTHON", "WARMROUTE_TRANSFER_RECORDS"} <= named
+    assert unknown_variables(dict.fromkeys(named, "x"), settings()) == []
+
+
 def test_variables_that_hold_keys_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WARMROUTE_FLEET_SECRET", "x")
     monkeypatch.setenv("WARMROUTE_OWN_SECRET", "x")

@@ -100,6 +100,12 @@ def test_what_is_no_experiment_is_refused(tmp_path: Path, text: str | None, mess
         read_experiment(tmp_path)
 
 
+def test_the_folder_of_a_sweep_is_refused_with_its_run_files(tmp_path: Path) -> None:
+    (tmp_path / "sweep.json").write_text("{}")
+    with pytest.raises(ArmFilesError, match=r"is a sweep: give its run files, such as .*/\*\.jsonl"):
+        read_experiment(tmp_path)
+
+
 def test_a_run_of_an_unknown_arm_is_refused(experiment: MakeExperiment) -> None:
     with pytest.raises(ArmFilesError, match="arm 'lmetric', which is not among its arms"):
         read_experiment(experiment(arms=["linear"]))

@@ -188,3 +188,9 @@ def test_a_figure_left_out_counts_as_no_hit_where_the_instance_reports_hits(tmp_
     path.write_bytes(encode_line(RunHeader()) + b"".join(encode_line(item) for item in records))
     assert [item.cached_tokens for item in read_run(path).records] == [600, 0, None, None]
     assert summarise(read_run(path)).apc == pytest.approx(0.3)
+
+
+def test_a_run_of_failures_only_is_no_reason_to_set_a_flag_of_the_engine() -> None:
+    assert not [line for line in summary_lines(summarise(run_of([record(0, ok=False)]))) if "APC" in line]
+    unreported = summary_lines(summarise(run_of([record(0, cached=None), record(1, ok=False)])))
+    assert [line for line in unreported if line.startswith("APC unknown: the engine reports no cached tokens")]
