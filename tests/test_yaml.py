@@ -62,6 +62,33 @@ def test_everything_else_is_read_as_before(text: str) -> None:
     assert load_yaml(text) == yaml.safe_load(text)
 
 
+def test_every_file_of_the_project_is_read_alike_with_and_without_libyaml(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "configs").rglob("*.yaml"))]
+    texts = [text for text in texts if "\n---" not in text and "{{" not in text]
+    assert len(texts) > 20
+    quickly = [load_yaml(text) for text in texts]
+    monkeypatch.delattr(yaml, "CSafeLoader", raising=False)
+    assert [load_yaml(text) for text in texts] == quickly
+
+
+@pytest.mark.parametrize("text", [TWICE, "a: [1\nb: 2", "a: b: c", "\tx: 1", "a: !!python/none", "a: 1\n---\nb: 2"])
+def test_a_message_is_the_same_with_and_without_libyaml(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(yaml.YAMLError) as quickly:
+        load_yaml(text)
+    monkeypatch.delattr(yaml, "CSafeLoader", raising=False)
+    with pytest.raises(yaml.YAMLError) as slowly:
+        load_yaml(text)
+    assert str(quickly.value) == str(slowly.value)
+
+
+def test_aliases_within_aliases_are_looked_at_once() -> None:
+    levels = "\n".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 60))
+    found = load_yaml(f"a0: &a0 [1]\n{levels}\n")
+    assert found["a59"][0] is found["a59"][1]
+    own = load_yaml("&own {own: *own}")
+    assert own["own"] is own
+
+
 def test_no_settings_are_read_by_another_reader() -> None:
     others = [
         str(path.relative_to(ROOT))

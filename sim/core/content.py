@@ -6,6 +6,7 @@ as a space and three letters. Equal text prefixes therefore give equal token pre
 
 from __future__ import annotations
 
+import functools
 import random
 from array import array
 from collections.abc import Iterable
@@ -19,15 +20,14 @@ ROOT_KEY = 0
 _WORD_COUNT = 16_384
 
 
+@functools.cache
 def _pseudo_words() -> bytes:
+    """Made at the first use: simulations in virtual time generate no text."""
     generator = random.Random(20260)
     consonants, vowels = "bcdfghjklmnprstvz", "aeiou"
     draw = generator.choice
     words = [f" {draw(consonants)}{draw(vowels)}{draw(consonants)}" for _ in range(_WORD_COUNT)]
     return "".join(words).encode("ascii")
-
-
-_WORDS = _pseudo_words()
 
 
 def token_bytes(token_ids: Iterable[int]) -> bytes:
@@ -76,6 +76,6 @@ def output_bytes(offset: int, start: int, stop: int) -> bytes:
     first = (offset + start) % _WORD_COUNT
     count = stop - start
     if first + count <= _WORD_COUNT:
-        return _WORDS[first * TOKEN_BYTES : (first + count) * TOKEN_BYTES]
+        return _pseudo_words()[first * TOKEN_BYTES : (first + count) * TOKEN_BYTES]
     repeats = (first + count) // _WORD_COUNT + 1
-    return (_WORDS * repeats)[first * TOKEN_BYTES : (first + count) * TOKEN_BYTES]
+    return (_pseudo_words() * repeats)[first * TOKEN_BYTES : (first + count) * TOKEN_BYTES]
