@@ -22,7 +22,6 @@ from typer.testing import CliRunner
 from launch.__main__ import app
 from launch.experiment.cli import _newest
 from launch.experiment.comparison import COMPARISON_FILE
-from launch.experiment.definition import engines
 from launch.experiment.definition.file import (
     EXPERIMENTS,
     ExperimentError,
@@ -44,8 +43,6 @@ from launch.fleet.overrides import PYTHON_VARIABLE
 from policies.registry import routing_policies
 from replayer.traces.loading import load_trace
 from replayer.traces.trace import TraceError
-from sim.offline.checking import engine_error
-from sim.offline.setup import Setup
 from tests.launch.conftest import free_base
 from tests.replayer.conftest import make_trace
 
@@ -69,16 +66,6 @@ def loaded(tmp_path: Path, base: dict[str, Any] = SIMULATED, *overrides: str, **
     path = tmp_path / "paper.yaml"
     path.write_text(yaml.safe_dump({**base, **values}, sort_keys=False))
     return load_experiment(path, overrides)
-
-
-@pytest.fixture
-def checked_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The simulator's own check of engines, on what its process would read, without the seconds of its start."""
-
-    def errors(setups: list[dict[str, Any]]) -> list[str | None]:
-        return [engine_error(setup) for setup in msgspec.json.decode(msgspec.json.encode(setups), type=list[Setup])]
-
-    monkeypatch.setattr(engines, "engine_errors", errors)
 
 
 class TestAdmission:
@@ -455,6 +442,7 @@ class TestShipped:
             load_experiment(Path("nonesuch"))
 
 
+@pytest.mark.usefixtures("checked_here")
 def test_plan_starts_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     reported = CliRunner().invoke(app, ["experiment", "plan", "elastic-live"])

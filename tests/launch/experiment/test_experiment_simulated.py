@@ -36,6 +36,7 @@ from replayer.report.cli import register
 from replayer.report.inputs import read_inputs
 from replayer.traces.formats.source import file_sha256
 from tests.launch.conftest import REPOSITORY, until
+from tests.launch.experiment.conftest import simulating_here
 
 SMALL: dict[str, Any] = {
     "name": "small",
@@ -201,7 +202,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of an experiment that has been run once, for tests that change copies."""
     folder = tmp_path_factory.mktemp("finished")
     config, directory = written(folder, repeats=1), folder / "run"
-    assert CliRunner().invoke(app, ["experiment", "run", str(config), "--output", str(directory)]).exit_code == 0
+    with simulating_here():
+        assert CliRunner().invoke(app, ["experiment", "run", str(config), "--output", str(directory)]).exit_code == 0
     return directory
 
 
@@ -222,6 +224,7 @@ def test_a_record_with_an_objective_s_tokens_alone_is_verified_with_a_warning(fi
     assert "the runs are not those that the settings plan, in that order" in verify(directory).problems
 
 
+@pytest.mark.usefixtures("simulated_here")
 def test_a_record_with_an_objective_s_tokens_alone_is_resumed_without_the_key(finished: Path, tmp_path: Path) -> None:
     """A file that has it is refused now, with the advice to remove it."""
     directory = shutil.copytree(finished, tmp_path / "run")

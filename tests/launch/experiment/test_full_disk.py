@@ -40,6 +40,7 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.usefixtures("simulated_here")
 @pytest.mark.parametrize("left", [0, 1])  # environment.json; experiment.json
 def test_a_directory_without_room_can_be_used_once_it_has_some(
     tmp_path: Path, config: Path, disk: Disk, left: int
@@ -53,6 +54,7 @@ def test_a_directory_without_room_can_be_used_once_it_has_some(
     assert [path.name for path in directory.iterdir()] == [".lock"]
 
 
+@pytest.mark.usefixtures("simulated_here")
 def test_a_start_that_was_killed_is_made_again(tmp_path: Path, config: Path) -> None:
     """Half a trace, which no state names, is neither taken nor in the way, with ``--resume`` or without."""
     killed_in, directory = tmp_path / "killed", tmp_path / "run"
@@ -71,6 +73,7 @@ def test_a_start_that_was_killed_is_made_again(tmp_path: Path, config: Path) -> 
         shutil.rmtree(directory)
 
 
+@pytest.mark.usefixtures("simulated_here")
 def test_an_interrupted_start_leaves_an_empty_directory(
     tmp_path: Path, config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,10 @@ from launch.experiment.records import environment
 from launch.experiment.records.state import read_experiment
 from launch.experiment.verify import verify
 from tests.launch.conftest import REPOSITORY
+from tests.launch.experiment.conftest import simulating_here
 from tests.launch.experiment.test_experiment_simulated import SMALL
+
+pytestmark = pytest.mark.usefixtures("simulated_here")
 
 TINY: dict[str, Any] = {**SMALL, "trace": {"synth": {"requests": 10, "seed": 3, "length_scale": 0.1}}}
 
@@ -33,7 +36,8 @@ def run(tmp_path: Path, *options: str, **values: Any) -> Result:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of an experiment that has been run, for tests that damage copies."""
     folder = tmp_path_factory.mktemp("finished")
-    assert run(folder).exit_code == 0
+    with simulating_here():
+        assert run(folder).exit_code == 0
     return folder / "run"
 
 
