@@ -268,8 +268,6 @@ def test_compare_reads_every_setting_of_the_section_comparison() -> None:
     assert msgspec.to_builtins(KeptSettings()) == ComparisonSettings().model_dump()
 
 
-@pytest.mark.fleet
-@pytest.mark.usefixtures("leaves_nothing")
 def test_failed_requests_are_a_warning_with_the_reason_of_most_of_them() -> None:
     def record(number: int, error: str | None) -> RequestRecord:
         return RequestRecord(
@@ -289,6 +287,8 @@ def test_failed_requests_are_a_warning_with_the_reason_of_most_of_them() -> None
     assert failed_requests([slow, full, full, good]) == ["3 of 4 requests failed, 2 of them: HTTP 400: no room"]
 
 
+@pytest.mark.fleet
+@pytest.mark.usefixtures("leaves_nothing")
 def test_one_arm_is_not_pointed_to_compare(tmp_path: Path) -> None:
     for arms in ({"plain": {"policy": "linear"}}, {name: {"policy": "linear"} for name in ("plain", "again")}):
         config, directory = written(tmp_path, arms=arms, repeats=1), tmp_path / str(len(arms))
