@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ import zstandard
 
 from policies.registry import PolicyParameterError, UnknownPolicyError
 from policies.types import NoCandidateError, PolicyFailedError
+from replayer.records.outputs import replacing
 from replayer.records.version import installed_version
 from replayer.traces.formats.source import file_sha256
 from replayer.traces.trace import Trace, TraceError
@@ -227,23 +229,39 @@ def run_sweep(
     that of a sweep that was stopped or killed: points that it has finished are kept.
 
     Raises:
-        SimulationError: the folder is not empty, or with ``resume`` has a sweep of something else.
-        OSError: it cannot be written.
+        SimulationError: the folder is not empty, with ``resume`` has a sweep of something else, or a file has no room.
+        OSError: the folder or its journal cannot be made.
     """
     journal = SweepJournal(folder, base, {point.name: point.setup for point in points}, resume=resume)
     results = {point.name: PointResult(journal.done[point.name]) for point in points if point.name in journal.done}
     for point, result in execute([point for point in points if point.name not in results]):
         if result.error is None:
-            (folder / point.file).write_bytes(zstandard.ZstdDecompressor().decompress(result.run))
-            journal.add(point.name, point.file, result.figures)
+            _write(folder / point.file, zstandard.ZstdDecompressor().decompress(result.run))
+            with _naming(folder):
+                journal.add(point.name, point.file, result.figures)
         results[point.name] = result._replace(run=b"")
         on_done(point, result)
     ordered = [(point, results[point.name]) for point in points]
-    (folder / "sweep.json").write_bytes(
-        msgspec.json.format(msgspec.json.encode(_summary(ordered, base)), indent=2) + b"\n"
-    )
+    summary = msgspec.json.format(msgspec.json.encode(_summary(ordered, base)), indent=2) + b"\n"
+    _write(folder / "sweep.json", summary)
     journal.close()
     return ordered
+
+
+def _write(path: Path, content: bytes) -> None:
+    with _naming(path), replacing(path) as file:
+        file.write(content)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Raise SimulationError with path and remedy where the block cannot write."""
+    try:
+        yield
+    except OSError as error:
+        raise SimulationError(
+            f"{path}: cannot be written ({error.strerror}); --resume continues the sweep once that is fixed"
+        ) from error
 
 
 def _summary(results: Iterable[tuple[Point, PointResult]], base: Setup) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from sim.offline.options import SimulationError
 from sim.offline.setup import Setup, changed, parsed_params
 from sim.offline.sweeps.journal import JOURNAL
 from sim.offline.sweeps.sweep import Point, PointResult, in_processes, on_ray, points_of, run_sweep, simulate_point
+from tests.full_disk import limited_to
 from tests.sim.offline.offline_runs import agents
 from warmroute_yaml import HARDWARE_FOLDER
 
@@ -240,6 +241,19 @@ def test_a_sweep_that_was_stopped_continues(trace: Path, tmp_path: Path) -> None
     assert files(folder) == files(tmp_path / "whole")
     with pytest.raises(SimulationError, match="no sweep to continue"):
         run_sweep(points, base, folder, in_processes(1), lambda *_: None, resume=True)
+
+
+def test_a_full_disk_ends_a_sweep_with_the_file_and_it_continues(trace: Path, tmp_path: Path) -> None:
+    base = Setup(trace=str(trace))
+    points = points_of(base, ["seed=0,1"])
+    folder = tmp_path / "out"
+    named = rf"{points[0].file}: cannot be written \(.*\); --resume continues the sweep once that is fixed"
+    with limited_to(1000), pytest.raises(SimulationError, match=named):
+        run_sweep(points, base, folder, in_processes(1), lambda *_: None)
+    assert [path.name for path in folder.iterdir()] == [JOURNAL]
+    results = run_sweep(points, base, folder, in_processes(1), lambda *_: None, resume=True)
+    assert [result.error for _, result in results] == [None, None]
+    assert {point.file for point in points} < {path.name for path in folder.iterdir()}
 
 
 def test_a_point_whose_run_file_is_gone_is_simulated_again(trace: Path, tmp_path: Path) -> None:
