@@ -108,7 +108,10 @@ def main(
         ablation_grid = settings.ablation_grid() if variants else grid
         store = Store(out)
         if only_tables:
-            names = _chosen(traces, sorted(store.read_facts()))
+            kept = sorted(store.read_facts())
+            if not kept:
+                raise TournamentError(f"no results in {out}; run without --only-tables to simulate them")
+            names = _chosen(traces, kept)
         else:
             names = _play(settings, settings.grid, trace_dir, traces, out, entrants, jobs, console)
             if variants:

@@ -20,6 +20,7 @@ from replayer.compare.verdict import cell_of
 from replayer.records.breakdown_rows import BreakdownError, BreakdownRow
 from replayer.records.breakdown_rows import read_objects as read_breakdown
 from replayer.records.classes import CLASSES
+from replayer.records.outputs import replacing
 from replayer.records.readable import format_change, format_factor, format_number, format_percent, format_seconds
 from replayer.records.sessions import session_tally
 from replayer.report import conditions as report_conditions
@@ -233,10 +234,11 @@ def make_page(
 
 
 def write_report(path: str | Path, html: str) -> Path:
-    """Write the page, creating its folder; returns the path."""
+    """Write the page, creating its folder; returns the path. Where it cannot be written, an earlier page is kept."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(html, encoding="utf-8")
+    with replacing(path) as file:
+        file.write(html.encode())
     return path
 
 

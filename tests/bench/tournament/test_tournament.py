@@ -131,6 +131,9 @@ def test_missing_results_are_refused_with_what_to_do(folder: Path, first: str) -
     assert result.exit_code == 2
     assert "4 results are missing" in result.output
     assert "without --only-tables" in result.output
+    nothing = CliRunner().invoke(app, ["--output", str(folder / "nothing"), "--only-tables"])
+    assert nothing.exit_code == 2
+    assert "nothing; run without --only-tables to simulate them" in " ".join(nothing.output.split())
 
 
 def test_results_of_different_simulators_are_not_put_in_one_table(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,18 @@ from replayer.compare.comparison import Comparison
 from replayer.compare.runs import ComparisonError, compare
 from replayer.report.figures import latency as figures_latency
 from replayer.report.figures import style as figures
-from replayer.report.page import Arm, Extras, Page, against_leader, compare_all, make_page, summarise_arm, unique_labels
+from replayer.report.page import (
+    Arm,
+    Extras,
+    Page,
+    against_leader,
+    compare_all,
+    make_page,
+    summarise_arm,
+    unique_labels,
+    write_report,
+)
+from tests.full_disk import limited_to
 from tests.replayer.constructed_runs import make_run
 
 HOSTILE = "<script>alert('x')</script>$\\frac{1$"
@@ -350,3 +362,11 @@ def test_labels_used_twice_are_numbered() -> None:
 
 def test_instances_sort_by_number() -> None:
     assert sorted(["inst-10", "inst-2", "b", "7"], key=figures.natural) == ["7", "b", "inst-2", "inst-10"]
+
+
+def test_a_full_disk_keeps_the_page_before(tmp_path: Path) -> None:
+    page = write_report(tmp_path / "pages" / "report.html", "<p>before</p>")
+    with limited_to(1000), pytest.raises(OSError, match=r"report\.html"):
+        write_report(page, "x" * 2000)
+    assert page.read_text() == "<p>before</p>"
+    assert list(page.parent.iterdir()) == [page]
