@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from math import exp, log
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -53,6 +54,9 @@ class KvPool(_Strict):
     """Share of the pool that a KV connector (any role but ``none``) takes away."""
 
 
+_SIZE, _STREAMS = itemgetter(0), attrgetter("streams")
+
+
 class LoadedTransferRow(_Strict):
     """Transfer times with ``streams`` decode streams running on each side: (bytes, seconds), bytes increasing."""
 
@@ -69,12 +73,11 @@ class LoadedTransferRow(_Strict):
     def seconds(self, size_bytes: float) -> float:
         """Time to move ``size_bytes``: linear from 0 through the points, beyond the last at its bandwidth."""
         points = self.points
-        sizes = [size for size, _ in points]
-        index = bisect_left(sizes, size_bytes)
+        index = bisect_left(points, size_bytes, key=_SIZE)
         if index == 0:
-            return points[0][1] * size_bytes / sizes[0]
+            return points[0][1] * size_bytes / points[0][0]
         if index == len(points):
-            return points[-1][1] * size_bytes / sizes[-1]
+            return points[-1][1] * size_bytes / points[-1][0]
         (low, low_s), (high, high_s) = points[index - 1 : index + 1]
         return low_s + (high_s - low_s) * (size_bytes - low) / (high - low)
 
@@ -112,7 +115,7 @@ class TransportProfile(_Strict):
         Linear between the rows; beyond the last row it stays at the last row. The median, where times vary.
         """
         rows = self.rows
-        index = bisect_left([row.streams for row in rows], streams)
+        index = bisect_left(rows, streams, key=_STREAMS)
         if index == 0:
             alone = rows[0].seconds(size_bytes)
         elif index == len(rows):
