@@ -90,7 +90,7 @@ def test_several_candidates_are_one_family() -> None:
 
 @pytest.mark.parametrize(
     ("runs", "noise"),
-    [(5, SyntheticNoise(run_sigma=0.02)), (1, SyntheticNoise(run_sigma=0.0))],
+    [(3, SyntheticNoise(run_sigma=0.02)), (1, SyntheticNoise(run_sigma=0.0))],
     ids=["repeats", "single"],
 )
 def test_the_smallest_detectable_effect_is_found_in_four_of_five(runs: int, noise: SyntheticNoise) -> None:
