@@ -130,6 +130,19 @@ def default_connections() -> int:
     return max(16, int(descriptors * _CLIENT_SHARE) - SPARE_CONNECTIONS)
 
 
+def few_descriptors(settings: Settings) -> str | None:
+    """One sentence with the remedy if ``limits.connections`` is more than the file descriptors allow, else None."""
+    wanted, possible = settings.limits.connections, default_connections()
+    if wanted is None or wanted <= possible:
+        return None
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return (
+        f"limits.connections is {wanted}, but this process may have {descriptors} open files, enough for {possible} "
+        "clients beside the connections to engines: raise the limit (ulimit -n, LimitNOFILE= of a systemd unit) "
+        "or lower limits.connections"
+    )
+
+
 def raise_descriptor_limit() -> None:
     """Raise the limit on open files to the hard one: the usual soft limit, 1024, is kept for programs that use select.
 

@@ -6,6 +6,7 @@ import logging
 import os
 
 from proxy import logs
+from proxy.clients.bounds import few_descriptors
 from proxy.settings import Settings
 from proxy.start.address import check_addresses
 from proxy.start.environment import unknown_variables
@@ -19,5 +20,7 @@ def begin(settings: Settings) -> None:
     logs.configure(settings.log_level, settings.log_format)
     for sentence in unknown_variables(os.environ, settings):
         log.warning("%s", sentence)
+    if few := few_descriptors(settings):
+        log.warning("%s", few)
     check_addresses(settings)
     log.log(logging.WARNING if is_exposed(settings) else logging.INFO, "%s", openness(settings))

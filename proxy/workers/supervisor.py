@@ -59,8 +59,8 @@ def supervise(settings: Settings, config: Path | None, flags: dict[str, Any]) ->
     Raises:
         ListenError: an address is in use, or not of this machine, or there is no folder for the workers' sockets.
     """
-    begin(settings)
     raise_descriptor_limit()
+    begin(settings)
     with contextlib.ExitStack() as stack:
         port = stack.enter_context(reserved(settings.host, settings.port))
         admin = settings.admin
