@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -123,7 +124,49 @@ def test_amx_is_asked_for_only_where_there_is_some(caplog: pytest.LogCaptureFixt
     assert not plugin.ask_for_amx_tiles(SimpleNamespace())
 
 
+@pytest.mark.parametrize("method", ["fork", "spawn", None])
+def test_engines_that_are_to_fork_do(monkeypatch: pytest.MonkeyPatch, method: str | None) -> None:
+    class Platform:
+        @classmethod
+        def check_and_update_config(cls, vllm_config: list[type]) -> None:
+            vllm_config.append(cls)
+            os.environ[plugin.START_METHOD] = "spawn"
+
+    monkeypatch.setenv(plugin.START_METHOD, "")  # restored at the end
+    if method is None:
+        monkeypatch.delenv(plugin.START_METHOD)
+    else:
+        monkeypatch.setenv(plugin.START_METHOD, method)
+    registered: list[str] = []
+    monkeypatch.setattr(os, "register_at_fork", lambda **handlers: registered.extend(handlers))
+    plugin.keep_fork(Platform)
+    kept = Platform.check_and_update_config
+    plugin.keep_fork(Platform)
+    assert registered == (["before", "after_in_child"] if method == "fork" else [])
+    assert Platform.check_and_update_config is kept
+    config: list[type] = []
+    Platform.check_and_update_config(config)
+    assert config == [Platform]
+    assert os.environ[plugin.START_METHOD] == ("fork" if method == "fork" else "spawn")
+
+
+def test_a_forked_process_keeps_its_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    handlers: dict[str, Callable[[], None]] = {}
+    monkeypatch.setattr(os, "register_at_fork", lambda **given: handlers.update(given))
+    plugin.keep_processors()
+    before = os.sched_getaffinity(0)
+    handlers["before"]()
+    try:
+        os.sched_setaffinity(0, {min(before)})  # as Intel's OpenMP does in the child
+        handlers["after_in_child"]()
+        assert os.sched_getaffinity(0) == before
+    finally:
+        os.sched_setaffinity(0, before)
+
+
 REAL = """
+import os
+import sys
 import torch
 from vllm.plugins import load_general_plugins
 from vllm.platforms import current_platform
@@ -148,14 +191,28 @@ for k_or_v in (0, 1):
     assert view[k_or_v].data_ptr() == cache[k_or_v].data_ptr() and view[k_or_v].nbytes == cache[k_or_v].nbytes
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 assert CPUAttentionBackend.get_kv_cache_shape(5, 16, 3, 32) == (2, 5, 3, 16, 32)
+from vllm.engine.arg_utils import EngineArgs
+EngineArgs(model=sys.argv[1], dtype="float32", enforce_eager=True).create_engine_config()
+assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "fork"
+allowed = os.sched_getaffinity(0)
+if os.fork() == 0:
+    os._exit(os.sched_getaffinity(0) != allowed)
+assert os.wait()[1] == 0, "a forked process is bound to fewer processors"
 print("adapted")
 """
 
 
 @pytest.mark.engines
 @pytest.mark.timeout(300)
-def test_with_the_real_torch_and_vllm(engine_python: Path) -> None:
+def test_with_the_real_torch_and_vllm(engine_python: Path, tiny_model: Path) -> None:
+    openmp = engine_python.parent.parent / "lib" / "libiomp5.so"  # as the launcher preloads it
     done = subprocess.run(
-        [str(engine_python), "-c", REAL], capture_output=True, text=True, timeout=240, check=False, cwd="/"
+        [str(engine_python), "-c", REAL, str(tiny_model)],
+        env={**os.environ, plugin.START_METHOD: "fork", "HF_HUB_OFFLINE": "1", "LD_PRELOAD": str(openmp)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        cwd="/",
     )
     assert done.stdout.splitlines()[-1:] == ["adapted"], done.stderr[-3000:]

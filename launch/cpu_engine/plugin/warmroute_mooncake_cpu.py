@@ -11,12 +11,17 @@ The connector moves memory by address and length and needs no GPU, but three thi
   ``ARCH_REQ_XCOMP_PERM``). oneDNN requests it in the first matrix product of a prefill; vLLM's own attention kernel
   does not. An engine whose first forward pass is a decode, as after a pull, would die of SIGILL with bfloat16 weights.
 
+It also keeps ``VLLM_WORKER_MULTIPROC_METHOD=fork`` where an engine is started with it. vLLM's CPU platform replaces it
+by ``spawn``, and then the engine core imports all again that the API server has imported. Intel's OpenMP, which vLLM
+preloads on a CPU, binds every forked process to the first processor; a forked engine core gets its processors back.
+
 vLLM calls `register` in every process it starts. Off the CPU platform it does nothing.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -25,6 +30,9 @@ log = logging.getLogger("vllm.warmroute_mooncake_cpu")
 
 CONNECTOR = "MooncakeConnector"
 """Name of the connector in vLLM's registry, as used in ``--kv-transfer-config``."""
+
+START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+"""vLLM's variable for how it starts processes: ``fork`` or ``spawn``."""
 
 
 def register() -> None:
@@ -39,6 +47,7 @@ def register() -> None:
     ask_for_amx_tiles(torch.cpu)
     answer_device_index(torch.accelerator)
     adapt_connector(KVConnectorFactory)
+    keep_fork(type(current_platform))
 
 
 def ask_for_amx_tiles(cpu: Any) -> bool:
@@ -69,6 +78,43 @@ def answer_device_index(accelerator: Any) -> None:
         ask()
     except RuntimeError:
         accelerator.current_device_index = lambda: 0
+
+
+def keep_fork(platform: Any) -> None:
+    """Leave `START_METHOD` as it is where it says ``fork``.
+
+    Args:
+        platform: the class ``CpuPlatform``, whose ``check_and_update_config`` sets it to ``spawn``.
+    """
+    stock: Callable[[Any], None] = platform.check_and_update_config
+    if getattr(stock, "keeps_fork", False):
+        return
+
+    def check_and_update_config(vllm_config: Any) -> None:
+        forks = os.environ.get(START_METHOD) == "fork"
+        stock(vllm_config)
+        if forks:
+            os.environ[START_METHOD] = "fork"
+
+    check_and_update_config.keeps_fork = True  # type: ignore[attr-defined]
+    platform.check_and_update_config = staticmethod(check_and_update_config)
+    if os.environ.get(START_METHOD) == "fork":
+        keep_processors()
+
+
+def keep_processors() -> None:
+    """Let forked processes run on the same processors as this one.
+
+    The fork handler of Intel's OpenMP leaves them the first one only, so all engine cores of a machine would share it:
+    an idle core's threads then wait for seconds while another core decodes. Python's handlers run after that one.
+    """
+    allowed: set[int] = set()
+
+    def remember() -> None:
+        allowed.clear()
+        allowed.update(os.sched_getaffinity(0))
+
+    os.register_at_fork(before=remember, after_in_child=lambda: os.sched_setaffinity(0, allowed))
 
 
 def adapt_connector(factory: Any) -> None:
