@@ -174,8 +174,9 @@ async def _explain(
     request = core.router.view(parsed, "explain", session.session_id, whose, agent, session.parent_id)
     admission = core.holding.answer(request)
     room_on = admission.instances if isinstance(admission, Admit) else NO_INSTANCES
+    needed = parsed.context_tokens(request.prompt_tokens)
     try:
-        fleet, answers = core.router.explain(request, core.instances.healthy(parsed.fields.model), room_on)
+        fleet, answers = core.router.explain(request, core.instances.healthy(parsed.fields.model, needed), room_on)
     except NoCandidateError as error:
         raise RequestError(
             503, "no healthy instance that serves the model to choose from", kind="service_unavailable"

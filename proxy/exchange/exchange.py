@@ -89,7 +89,7 @@ class Exchange:
         row.stages_ms["parse"] = self._elapsed_ms()
         core.retries.arrived(time.monotonic())
         seat = self._seat = core.admission.seat(parsed.fields.model)
-        seat.only = parsed.only
+        seat.only, seat.tokens = parsed.only, parsed.context_tokens(request.prompt_tokens)
         further = 0 if request.may_offload else further_sequences(parsed)
         core.meters.further_sequences += further
         try:

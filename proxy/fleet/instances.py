@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -107,7 +107,7 @@ class Instance:
     @property
     def context_lengths(self) -> dict[str, int]:
         """Context length in tokens of each model that reports one."""
-        return {card["id"]: n for card in self.cards if isinstance(n := card.get("max_model_len"), int)}
+        return {} if self.models is None else self.models.lengths
 
     @property
     def failures_in_a_row(self) -> int:
@@ -222,7 +222,7 @@ class Instances:
             return
         before, instance.models, instance.listed_s = instance.models, models, time.monotonic()
         instance.base_models = models.base
-        if before is None or (before.names, before.adapters) != (models.names, models.adapters):
+        if before is None or before.offer != models.offer:
             self._served = None
             if instance.healthy:
                 self.on_room()
@@ -234,22 +234,27 @@ class Instances:
             instance.models = instance.models.without(model)
             self._served = None
 
-    def healthy(self, model: str | None = None) -> set[str]:
+    def healthy(self, model: str | None = None, tokens: int = 0) -> set[str]:
         """Names of the instances that may be sent requests, for ``model`` if given, without draining ones.
+
+        Those whose context is shorter than ``tokens`` are left out, unless no other one may answer.
 
         An instance that should be recycled gets no requests for ``RECYCLE_PATIENCE_S`` seconds; if it is not restarted
         by then, or if no other instance may decode, it continues to serve.
         """
         healthy = {name for name, instance in self._by_name.items() if instance.healthy and not instance.draining}
-        if model is not None and (lacking := self.served.lacking(model)):
-            healthy -= lacking
+        if model is not None and (lacking := self.served.lacking(model, tokens)):
+            long = healthy - lacking
+            healthy = long if self._can_answer(long) or not tokens else healthy - self.served.lacking(model)
         recycled = {each.url for each in self._by_name.values() if each.recycle_wanted is not None and _resting(each)}
         if not recycled:
             return healthy
         resting = [name for name, each in self._by_name.items() if each.url in recycled]
         rested = healthy.difference(resting)
-        can_answer = any(self._by_name[name].settings.role is not Role.KV_PRODUCER for name in rested)
-        return rested if can_answer else healthy
+        return rested if self._can_answer(rested) else healthy
+
+    def _can_answer(self, names: Set[str]) -> bool:
+        return any(self._by_name[name].settings.role is not Role.KV_PRODUCER for name in names)
 
     def decoders(self) -> set[str]:
         """Names of the instances that may be sent requests to answer, whatever the model; to be recycled or not."""
@@ -260,9 +265,9 @@ class Instances:
             if instance.healthy and not instance.draining and instance.settings.role is not producer
         }
 
-    def candidates(self, model: str | None = None) -> set[str]:
+    def candidates(self, model: str | None = None, tokens: int = 0) -> set[str]:
         """The ``healthy`` instances that may be sent one more request now: an instance on trial accepts only a few."""
-        healthy = self.healthy(model)
+        healthy = self.healthy(model, tokens)
         most = self._health.trial_requests
         busy = [name for name, each in self._by_name.items() if each.breaker.trials >= most]
         return healthy.difference(busy) if busy else healthy

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import msgspec
 
 _NOBODY: frozenset[str] = frozenset()
+_LENGTH = itemgetter(0)
 
 
 class NoModelListError(ValueError):
@@ -40,6 +43,18 @@ class ModelList(NamedTuple):
         """Names of models that are not adapters."""
         return self.names - self.adapters
 
+    @property
+    def lengths(self) -> dict[str, int]:
+        """Longest context (prompt and output) in tokens of each model that reports it, or whose base model does."""
+        own = {card["id"]: n for card in self.cards if isinstance(n := card.get("max_model_len"), int)}
+        parents = {card["id"]: card.get("parent") for card in self.cards if card["id"] not in own}
+        return own | {name: own[parent] for name, parent in parents.items() if parent in own}
+
+    @property
+    def offer(self) -> tuple[frozenset[str], frozenset[str], dict[str, int]]:
+        """All that routing reads of it."""
+        return self.names, self.adapters, self.lengths
+
     def without(self, model: str) -> ModelList:
         """The list without one model."""
         cards = tuple(card for card in self.cards if card["id"] != model)
@@ -59,18 +74,36 @@ class ServedModels:
         self.names: frozenset[str] = _NOBODY.union(*(models.names for models in self._lists.values()))
         """Models and adapters that an instance lists."""
         self._adapters = _NOBODY.union(*(models.adapters for models in self._lists.values()))
+        self._shorter = {model: steps for model in self.names if (steps := self._steps(model))}
         base = self.names - self._adapters
         self.sole_model = next(iter(base)) if len(base) == 1 else None
         """The one base model that all lists together have; None: several, or none."""
 
-    def lacking(self, model: str) -> frozenset[str]:
-        """Instances that list their models, but not this one. O(1), for a model's first request O(instances)."""
+    def lacking(self, model: str, tokens: int = 0) -> frozenset[str]:
+        """Instances that list their models, but not this one. O(1), for a model's first request O(instances).
+
+        With ``tokens``, also those that refuse a context of that length, but never all.
+        """
+        steps = self._shorter.get(model)
+        if steps is not None and (longer := bisect_left(steps, tokens, key=_LENGTH)):
+            return steps[longer - 1][1]
         found = self._lacking.get(model)
         if found is None:
             found = frozenset(name for name, models in self._lists.items() if model not in models.names)
             if model in self.names:  # a name that a client made up is not kept
                 self._lacking[model] = found
         return found
+
+    def _steps(self, model: str) -> list[tuple[int, frozenset[str]]]:
+        """By context length, ascending: the instances that are no longer, or lack the model; without one of all."""
+        lengths = {name: each.lengths.get(model) for name, each in self._lists.items() if model in each.names}
+        known = {name: length for name, length in lengths.items() if length is not None}
+        lacking = frozenset(self._lists.keys() - lengths.keys())
+        steps = [
+            (length, lacking.union(name for name, own in known.items() if own <= length))
+            for length in sorted(set(known.values()))
+        ]
+        return [step for step in steps if len(step[1]) < len(self._lists)]
 
     def is_base(self, model: str) -> bool:
         """True if every instance that lists the model lists it as a base model and not as an adapter.

@@ -113,6 +113,10 @@ class Parsed(msgspec.Struct, frozen=True):
         default = _DEFAULT_COMPLETION_TOKENS if self.endpoint is Endpoint.COMPLETIONS else _DEFAULT_CHAT_TOKENS
         return max(0, asked) if asked is not None else default
 
+    def context_tokens(self, prompt_tokens: int) -> int:
+        """Context in tokens that an engine must have to accept it, as vLLM counts; 0: unknown, for several prompts."""
+        return prompt_tokens + (self.fields.asked_tokens or 1) if self.prompt.prompts == 1 else 0
+
 
 class ParseRules(NamedTuple):
     """Settings of parsing."""

@@ -4,7 +4,8 @@ A request is admitted by being routed: one synchronous step chooses an instance 
 the ledger, so the caps hold for any number of simultaneous arrivals. A request without room waits. When a lease is
 released, a client leaves or an instance recovers, the waiting requests are routed until one does not fit: tenants in
 turns (`policies.fairness`), a tenant's requests in order of arrival. Each waiter is woken after it has been routed.
-There is no polling or spurious wake-up. Requests for other models, served by other engines which are full, block none.
+There is no polling or spurious wake-up. Requests for other models, or of longer contexts, served by other engines which
+are full, block none.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Set
 from math import ceil
-from typing import Protocol
 
 from policies.admission.base import NO_INSTANCES
 from policies.fairness import FairQueue, TenantShares
@@ -25,17 +25,14 @@ from policies.types import NoCandidateError, RequestView, Role
 from proxy.fleet.breaker import Trial
 from proxy.fleet.instances import Instances
 from proxy.routing.refusals import queue_full, queued_too_long
+from proxy.routing.routes import Routes
 from proxy.settings import LimitSettings
 
 log = logging.getLogger("warmroute.admission")
 
 
-class Routes(Protocol):
-    """Routes and leases in one step, as ``Router.route`` does."""
-
-    def route(self, request: RequestView, available: set[str], room_on: frozenset[str] = NO_INSTANCES) -> Routed:
-        """Route and lease a request to one of ``available``, of ``room_on`` if possible. Raises NoCandidateError."""
-        ...
+_Kind = tuple[str | None, frozenset[str]]
+"""Model, and the instances that cannot serve it with a context of that length."""
 
 
 class Admission:
@@ -57,7 +54,7 @@ class Admission:
         self.shares = shares or TenantShares()
         self._queue: FairQueue[Seat] = FairQueue(self.shares)
         self._again: OrderedDict[Seat, None] = OrderedDict()
-        self._models: Counter[str | None] = Counter()  # of the requests in the queue
+        self._waiting: Counter[_Kind] = Counter()  # of the requests in the queue
         self._loop: asyncio.AbstractEventLoop | None = None
         self._moving_up = False
         self.in_flight = 0
@@ -66,9 +63,9 @@ class Admission:
         self.refused_late = 0
         self.left = 0
         """Clients that left while in the queue."""
-        self.on_waited: Callable[[float], None] = _ignore_wait
+        self.on_waited: Callable[[float], None] = _ignore
         """Called with the seconds of every finished wait, regardless of its outcome."""
-        self.on_wake: Callable[[], None] = _ignore_wake
+        self.on_wake: Callable[[], None] = _ignore
         """Called when room may have appeared, after the queue was woken."""
         self._last_wait_s = 0.0
         instances.on_room = ledger.on_release = self.wake
@@ -85,7 +82,7 @@ class Admission:
 
     def queued_models(self) -> set[str | None]:
         """Models for which new requests wait in the queue."""
-        return set(self._models)
+        return {model for model, _ in self._waiting}
 
     def as_dict(self) -> dict[str, int]:
         """JSON-ready."""
@@ -103,7 +100,7 @@ class Admission:
 
     def wake(self) -> None:
         """Schedule one pass over the heads of the queue after the current callback."""
-        if (self._models or self._again) and not self._moving_up and self._loop is not None:
+        if (self._waiting or self._again) and not self._moving_up and self._loop is not None:
             self._moving_up = True
             self._loop.call_soon(self._move_up)
         self.on_wake()
@@ -120,7 +117,7 @@ class Admission:
         if not seat.admitted and limits.max_in_flight is not None and self.in_flight >= limits.max_in_flight:
             return False
         started_s = time.perf_counter()
-        candidates = self._instances.candidates(seat.model)
+        candidates = self._instances.candidates(seat.model, seat.tokens)
         if seat.tried or seat.only is not None:
             candidates = seat.among(candidates)
         cap = limits.max_in_flight_per_instance
@@ -130,7 +127,7 @@ class Admission:
         try:
             routed = self._router.route(seat.request, candidates, seat.room_on)
         except NoCandidateError:
-            if self._can_answer(seat.among(self._instances.healthy(seat.model))):
+            if self._can_answer(seat.among(self._instances.healthy(seat.model, seat.tokens))):
                 return False
             raise
         seat.take(routed, time.perf_counter() - started_s)
@@ -161,7 +158,8 @@ class Admission:
             self._again[seat] = None
             return
         self._queue.append(seat, seat.request.tenant, seat.waits_since_s)
-        self._models[seat.model] += 1
+        seat.queued_as = seat.kind
+        self._waiting[seat.queued_as] += 1
         seat.waited = True
 
     def _make_place(self, seat: Seat) -> None:
@@ -186,9 +184,9 @@ class Admission:
         self._again.pop(seat, None)
         if seat in self._queue:
             self._queue.remove(seat)
-            self._models[seat.model] -= 1
-            if not self._models[seat.model]:
-                del self._models[seat.model]
+            self._waiting[seat.queued_as] -= 1
+            if not self._waiting[seat.queued_as]:
+                del self._waiting[seat.queued_as]
 
     def _move_up(self) -> None:
         self._moving_up = False
@@ -200,16 +198,13 @@ class Admission:
         now_s = time.monotonic()
 
         def stuck(seat: Seat) -> bool:
-            return self._lacking(seat) in full
+            return bool(full) and seat.kind[1] in full
 
-        while (seat := self._queue.next(now_s, stuck if full else _never)) is not None:
+        while (seat := self._queue.next(now_s, stuck)) is not None:
             if not self._try(seat):
-                if len(self._models) == 1:
+                if len(self._waiting) == 1:
                     return
-                full.add(self._lacking(seat))
-
-    def _lacking(self, seat: Seat) -> frozenset[str]:
-        return self._instances.served.lacking(seat.model) if seat.model is not None else NO_INSTANCES
+                full.add(seat.kind[1])
 
     def _try(self, seat: Seat) -> bool:
         """Try to route a waiting request; True if its wait has ended, with a place or an error."""
@@ -246,19 +241,24 @@ class Seat:
         "granted",
         "model",
         "only",
+        "queued_as",
         "queued_s",
         "request",
         "room_on",
+        "tokens",
         "tried",
         "waited",
         "waits_since_s",
     )
 
     request: RequestView
+    queued_as: _Kind
 
     def __init__(self, admission: Admission, model: str | None) -> None:
         self._admission = admission
         self.model = model
+        self.tokens = 0
+        """Context in tokens that its instance must have; 0: any."""
         self.only: str | None = None
         """The one instance that can serve it; None: any that serves the model."""
         self._routed: Routed | None = None
@@ -293,7 +293,7 @@ class Seat:
         if not self.admitted:
             if admission._moving_up:
                 admission._move_up()
-            if self.only is None and self.model in admission._models:
+            if self.only is None and admission._waiting and self.kind in admission._waiting:
                 return None
         return self._taken() if admission._choose(self) else None
 
@@ -315,7 +315,8 @@ class Seat:
             QueueError: 429 when the queue is full, 503 on timeout.
         """
         admission = self._admission
-        if not self.admitted and not admission._can_answer(self.among(admission._instances.healthy(self.model))):
+        healthy = admission._instances.healthy(self.model, self.tokens)
+        if not self.admitted and not admission._can_answer(self.among(healthy)):
             raise NoCandidateError("no healthy instance")
         admission._join(self)
         loop = asyncio.get_running_loop()
@@ -331,6 +332,12 @@ class Seat:
             deadline.cancel()
             self.granted = None
             admission._leave(self)
+
+    @property
+    def kind(self) -> _Kind:
+        """Requests of one kind are served in order of arrival."""
+        served, model = self._admission._instances.served, self.model
+        return model, NO_INSTANCES if model is None else served.lacking(model, self.tokens)
 
     def among(self, names: set[str]) -> set[str]:
         """Those of ``names`` that this request may be sent to."""
@@ -388,13 +395,5 @@ class Seat:
         granted.set_exception(queued_too_long(admission._limits.queue_timeout_s, admission.retry_after_s()))
 
 
-def _ignore_wait(_: float) -> None:
-    """Default of ``on_waited``."""
-
-
-def _ignore_wake() -> None:
-    """Default of ``on_wake``."""
-
-
-def _never(_: Seat) -> bool:
-    return False
+def _ignore(*_: float) -> None:
+    """Default of ``on_waited`` and ``on_wake``."""

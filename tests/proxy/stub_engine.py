@@ -22,6 +22,8 @@ class StubEngine:
     mode: str = "ok"
     model: str = "stub"
     adapters: list[str] = field(default_factory=list)
+    max_model_len: int | None = None
+    """In its list of models; it refuses nothing for it."""
     checks_model: bool = True
     """Answers 404 to requests for other models than it lists, like vLLM."""
     listings: int = 0
@@ -110,7 +112,8 @@ class StubEngine:
         self.listings += 1
         if self.mode == "unlisted":
             return web.json_response({"error": "no such path"}, status=404)
-        cards = [{"id": self.model, "object": "model", "parent": None}]
+        length = {} if self.max_model_len is None else {"max_model_len": self.max_model_len}
+        cards = [{"id": self.model, "object": "model", "parent": None, **length}]
         cards += [{"id": name, "object": "model", "parent": self.model} for name in self.adapters]
         return web.json_response({"object": "list", "data": cards})
 

@@ -44,6 +44,36 @@ def test_an_instance_without_a_list_lacks_nothing() -> None:
     assert served.names == {"base", "alias", "lora"}
 
 
+def test_a_context_that_some_refuse_leaves_them_out_and_never_all() -> None:
+    served = ServedModels(
+        {
+            "short": listing({"id": "m", "max_model_len": 100}, {"id": "lora", "parent": "m"}, {"id": "own"}),
+            "mid": listing({"id": "m", "max_model_len": 200}),
+            "long": listing({"id": "m", "max_model_len": 400}, {"id": "lora", "parent": "m"}),
+            "other": BASE,
+            "silent": None,
+        }
+    )
+    for tokens, left_out in (
+        (0, ""),
+        (100, ""),
+        (101, "short"),
+        (200, "short"),
+        (201, "short mid"),
+        (9999, "short mid"),
+    ):
+        assert served.lacking("m", tokens) == {"other", *left_out.split()}, tokens
+    assert served.lacking("lora", 101) == {"mid", "other", "short"}
+    assert served.lacking("own", 101) == {"mid", "long", "other"}
+
+
+def test_an_engine_of_unknown_context_keeps_what_the_known_ones_refuse() -> None:
+    served = ServedModels({"a": listing({"id": "m", "max_model_len": 100}), "b": listing({"id": "m"})})
+    assert (served.lacking("m", 100), served.lacking("m", 101)) == (set(), {"a"})
+    alike = ServedModels({name: listing({"id": "m", "max_model_len": 100}) for name in "ab"})
+    assert alike.lacking("m", 101) == set()
+
+
 def test_names_that_clients_make_up_are_not_kept() -> None:
     served = ServedModels({"a": BASE})
     for number in range(1000):

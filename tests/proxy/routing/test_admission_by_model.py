@@ -85,7 +85,7 @@ async def _run_actions(actions: list[tuple[str, int]], total: int | None) -> Non
             assert client.on == "i2"
     await end(*clients)
     assert (gate.admission.in_flight, gate.admission.waiting, sum(gate.loads())) == (0, 0, 0)
-    assert not gate.admission._models
+    assert not gate.admission._waiting
 
 
 async def test_a_request_for_a_full_model_is_overtaken_only_by_those_for_other_engines() -> None:
@@ -109,6 +109,38 @@ async def test_a_request_for_a_full_model_is_overtaken_only_by_those_for_other_e
     await turns()
     assert waits_b.on == "i2"
     await end(on_c, waits_c, first_a, second_a, waits_a, waits_b)
+
+
+async def test_a_long_context_waits_for_its_engine_and_overtakes_nobody_that_others_can_serve() -> None:
+    gate = Gate(2, max_in_flight_per_instance=1)
+    for name, tokens in (("i0", 1000), ("i1", 9000)):
+        gate.instances.listed(name, ModelList.read(b'{"data": [{"id": "m", "max_model_len": %d}]}' % tokens))
+
+    def ask(number: int, tokens: int) -> Client:
+        client = gate.start(number)
+        client.seat.model, client.seat.tokens = "m", tokens
+        return client
+
+    first = ask(0, 2000)
+    await turns()
+    assert first.on == "i1"
+    waits, short = ask(1, 2000), ask(2, 500)
+    await turns()
+    assert (waits.on, short.on) == (None, "i0"), "an engine that refuses it is left idle for others"
+    later, last = ask(3, 500), ask(4, 2000)
+    await turns()
+    short.release()
+    await turns()
+    assert (waits.on, later.on) == (None, "i0")
+    first.release()
+    await turns()
+    assert (waits.on, last.on) == ("i1", None)
+    gate.instances.set_draining(gate.instances["i1"], True)
+    later.release()
+    await turns()
+    assert last.on == "i0", "without an engine that takes it, another one answers it, if only with its refusal"
+    await end(first, waits, short, later, last)
+    assert not gate.admission._waiting
 
 
 async def test_a_model_that_an_engine_loads_wakes_its_queue() -> None:

@@ -43,6 +43,24 @@ async def test_only_engines_that_serve_the_model_are_candidates(start_proxy: Sta
     assert {row["instance"] for decision in decisions.values() for row in decision["scores"]} == {"inst-1"}
 
 
+async def test_prompts_that_an_engine_refuses_go_to_one_with_a_longer_context(start_proxy: StartProxy) -> None:
+    engines = [StubEngine(max_model_len=400), StubEngine(max_model_len=4000), StubEngine(max_model_len=400)]
+    proxy = await start_proxy(engines=engines, policy=ROUND_ROBIN)
+    for _ in range(6):
+        assert (await ask(proxy, "stub", body={"prompt": list(range(397))})).status_code == 200  # 401 with its output
+    assert [len(engine.seen) for engine in engines] == [0, 6, 0]
+    question = {"model": "stub", "prompt": list(range(397)), "max_tokens": 4}
+    decisions = (await proxy.client.post("/explain", json=question)).json()["decisions"]
+    assert {row["instance"] for decision in decisions.values() for row in decision["scores"]} == {"inst-1"}
+    several = {"prompt": [list(range(number, number + 300)) for number in range(2)]}  # each is served on its own
+    for body in ({"prompt": list(range(396))}, several):
+        for _ in range(6):
+            assert (await ask(proxy, "stub", body=body)).status_code == 200
+    assert [len(engine.seen) for engine in engines] == [4, 6 + 4, 4]
+    await proxy.client.post("/instances/inst-1/drain")
+    assert (await ask(proxy, "stub", body={"prompt": list(range(900))})).status_code == 200, "the engine decides"
+
+
 async def test_a_session_on_an_engine_without_the_model_continues_elsewhere(start_proxy: StartProxy) -> None:
     proxy = await start_proxy(engines=[StubEngine(), StubEngine(model="other")], policy={"name": "session_sticky"})
     mine = {"headers": {"x-session-id": "mine"}}

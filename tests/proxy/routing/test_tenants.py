@@ -147,7 +147,7 @@ async def test_a_full_queue_refuses_the_tenant_that_uses_most_of_it() -> None:
         assert fleet.admission.refused_full == 5
         await fleet.end_all()
         assert fleet.order.count(POLITE) == 4
-        assert not fleet.admission._models
+        assert not fleet.admission._waiting
 
 
 async def test_the_operators_priority_goes_first_in_both_lines() -> None:
