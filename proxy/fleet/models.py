@@ -74,7 +74,8 @@ class ServedModels:
         self.names: frozenset[str] = _NOBODY.union(*(models.names for models in self._lists.values()))
         """Models and adapters that an instance lists."""
         self._adapters = _NOBODY.union(*(models.adapters for models in self._lists.values()))
-        self._shorter = {model: steps for model in self.names if (steps := self._steps(model))}
+        lengths = {name: models.lengths for name, models in self._lists.items()}
+        self._shorter = {model: steps for model in self.names if (steps := self._steps(model, lengths))}
         base = self.names - self._adapters
         self.sole_model = next(iter(base)) if len(base) == 1 else None
         """The one base model that all lists together have; None: several, or none."""
@@ -94,11 +95,12 @@ class ServedModels:
                 self._lacking[model] = found
         return found
 
-    def _steps(self, model: str) -> list[tuple[int, frozenset[str]]]:
+    def _steps(self, model: str, lengths: Mapping[str, Mapping[str, int]]) -> list[tuple[int, frozenset[str]]]:
         """By context length, ascending: the instances that are no longer, or lack the model; without one of all."""
-        lengths = {name: each.lengths.get(model) for name, each in self._lists.items() if model in each.names}
-        known = {name: length for name, length in lengths.items() if length is not None}
-        lacking = frozenset(self._lists.keys() - lengths.keys())
+        known = {name: own[model] for name, own in lengths.items() if model in own}
+        if len(set(known.values())) < 2 and len(known) == len(self._lists):
+            return []
+        lacking = frozenset(name for name, models in self._lists.items() if model not in models.names)
         steps = [
             (length, lacking.union(name for name, own in known.items() if own <= length))
             for length in sorted(set(known.values()))

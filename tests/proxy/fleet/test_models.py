@@ -67,6 +67,26 @@ def test_a_context_that_some_refuse_leaves_them_out_and_never_all() -> None:
     assert served.lacking("own", 101) == {"mid", "long", "other"}
 
 
+def test_contexts_are_read_once_for_each_engine_however_many_adapters_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each adapter, a fleet of eight engines with a thousand of them each would stop the proxy for seconds."""
+    adapters = [{"id": f"lora-{number}", "parent": "m"} for number in range(50)]
+    lists = {
+        name: listing({"id": "m", "max_model_len": length}, *adapters) for name, length in (("a", 100), ("b", 200))
+    }
+    read: list[ModelList] = []
+    lengths = ModelList.lengths.fget  # type: ignore[attr-defined]
+
+    def counted(models: ModelList) -> dict[str, int]:
+        read.append(models)
+        found: dict[str, int] = lengths(models)
+        return found
+
+    monkeypatch.setattr(ModelList, "lengths", property(counted))
+    served = ServedModels(lists)
+    assert len(read) == len(lists)
+    assert served.lacking("lora-7", 150) == {"a"}
+
+
 def test_an_engine_of_unknown_context_keeps_what_the_known_ones_refuse() -> None:
     served = ServedModels({"a": listing({"id": "m", "max_model_len": 100}), "b": listing({"id": "m"})})
     assert (served.lacking("m", 100), served.lacking("m", 101)) == (set(), {"a"})
