@@ -1,0 +1,79 @@
+"""Sentences of docs/head-to-head.md and the README on short prompts on one H200, computed from their records."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.routers.records import read_records
+from replayer.records.runs import RequestRecord
+
+_ROOT = Path(__file__).parents[3]
+_PAGE = (_ROOT / "docs" / "head-to-head.md").read_text(encoding="utf-8")
+_README = (_ROOT / "README.md").read_text(encoding="utf-8")
+_SECTION = _PAGE.partition("### Short prompts, on one H200")[2].partition("<!-- short prompts, first: begin -->")[0]
+_FOLDERS = ("routers-azure-h200-first", "routers-azure-h200", "routers-rag-h200")
+
+
+@cache
+def _runs(folder: str) -> list[tuple[str, float, list[RequestRecord]]]:
+    """Label, load, and requests of each kept run."""
+    kept = read_records(_ROOT / "docs" / "results" / folder).values()
+    return [(run.label, run.load, [each.record() for each in run.requests]) for run in kept]
+
+
+def _judged(folder: str, label: str, load: float, since_s: float) -> list[RequestRecord]:
+    return [
+        each
+        for ran, at, records in _runs(folder)
+        for each in records
+        if (ran, at) == (label, load) and each.trace_timestamp_s >= since_s * load
+    ]
+
+
+def _mean_e2e(records: list[RequestRecord]) -> str:
+    return f"{np.mean([each.e2e_scheduled_s for each in records]):.2f}"
+
+
+def _first_ms(records: list[RequestRecord], share: float) -> str:
+    waits = [each.ttft_scheduled_s for each in records if each.ttft_scheduled_s is not None]
+    return f"{1000 * float(np.quantile(waits, share)):.0f}"
+
+
+_ARMS = ("warm", "llmd_affinity", "vllm:cache_aware")
+
+
+def test_retrieval() -> None:
+    warm, llmd, vllm = (_judged("routers-rag-h200", label, 2.0, 5.3) for label in _ARMS)
+    assert f"TTFT p90 is {_first_ms(warm, 0.9)} ms, with `llmd_affinity` {_first_ms(llmd, 0.9)} and with" in _SECTION
+    assert f"vLLM Router's `cache_aware` {_first_ms(vllm, 0.9)} ms, both surely less" in _SECTION
+    assert f"(mean {_mean_e2e(warm)}, {_mean_e2e(llmd)} and {_mean_e2e(vllm)} s)" in _SECTION
+    assert f"(TTFT p90 of retrieval {_first_ms(warm, 0.9)} instead of {_first_ms(llmd, 0.9)} ms)" in _README
+    alone = _judged("routers-rag-h200", "warm,step_s=0", 2.0, 5.3)
+    assert f"TTFT p90 of retrieval is {_first_ms(alone, 0.9)} ms, surely less" in _SECTION
+
+
+@pytest.mark.parametrize(
+    ("sentence", "folder", "load", "since_s", "share"),
+    [
+        ("load TTFT p90 is {}, {} and {} ms, surely less too", "routers-azure-h200-first", 1.0, 19.1, 0.9),
+        ("at 1.5 times TTFT p50 {}, {} and {} ms", "routers-azure-h200", 1.5, 11.6, 0.5),
+    ],
+)
+def test_conversations(sentence: str, folder: str, load: float, since_s: float, share: float) -> None:
+    waits = [_first_ms(_judged(folder, label, load, since_s), share) for label in _ARMS]
+    assert sentence.format(*waits) in _SECTION
+
+
+def test_conversations_without_shared_steps() -> None:
+    alone = _judged("routers-azure-h200", "warm,step_s=0", 1.5, 11.6)
+    assert f"is {_first_ms(alone, 0.5)} ms (-47 % [-52, -42])" in _SECTION.replace("\n", " ")
+
+
+def test_all_were_answered() -> None:
+    sent = [each for folder in _FOLDERS for _, _, records in _runs(folder) for each in records]
+    assert all(each.ok for each in sent)
+    assert f"All {len(sent):,} requests were answered" in _SECTION
