@@ -39,6 +39,8 @@ POST_PATHS = MappingProxyType({path.encode(): path for path in (*GENERATION_PATH
 OTHER_METHODS = ("GET", "POST")
 """Methods of further paths that are passed on."""
 _PROBES = frozenset(("/health", "/ready"))
+OPEN_PATHS = _PROBES | {PING}
+"""Paths that need no key: liveness and readiness."""
 _STORED_PATHS = MappingProxyType(
     {
         b"GET": (re.compile(rb"/v1/responses/[^/]+"), STORED),
@@ -92,10 +94,15 @@ def no_response_action(path: str, method: str) -> str | None:
     return None
 
 
-def wrong_base_url(path: str) -> str | None:
-    """Explanation of a path that a client makes from a base URL with or without ``/v1``; None for any other path."""
+def mistaken_path(path: str) -> str | None:
+    """Explanation of a client's path in other case, or with ``/v1`` missing or twice; None for any other path."""
     if path in CLIENT_PATHS:
         return None
+    lower = path.lower()
+    if lower != path and (lower in CLIENT_PATHS or lower in OPEN_PATHS):
+        return f"paths are case-sensitive, the one here is {lower}"
+    if lower != path and first_part(path) == "v1" and not path.startswith("/v1/"):
+        return "paths are case-sensitive, the API of the engines begins with /v1/"
     if f"/v1{path}" in CLIENT_PATHS or path.startswith("/models/"):
         return f"the path here is /v1{path}: the client's base URL lacks /v1 at its end"
     inner = path.removeprefix("/v1")

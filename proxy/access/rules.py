@@ -18,9 +18,9 @@ from proxy.paths import (
     DASHBOARD_FILES,
     DASHBOARD_PAGES,
     NO_ADMIN_ENDPOINT,
-    PING,
+    OPEN_PATHS,
+    mistaken_path,
     not_served,
-    wrong_base_url,
 )
 from proxy.settings import Settings
 from proxy.settings.urls import is_loopback
@@ -49,7 +49,6 @@ class Side(StrEnum):
     """Operators: everything else."""
 
 
-_OPEN = frozenset({"/health", "/ready", PING})
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 # Any other unsafe request is treated as changing the fleet and always needs an admin key.
 _CHANGES_NO_FLEET = frozenset({("PUT", "/policy"), ("PUT", "/admission"), ("PUT", "/shadow"), ("POST", "/explain")})
@@ -57,7 +56,7 @@ _CHANGES_NO_FLEET = frozenset({("PUT", "/policy"), ("PUT", "/admission"), ("PUT"
 
 def side_of(path: str) -> Side:
     """Side of a path; unknown paths belong to the operators."""
-    if path in _OPEN:
+    if path in OPEN_PATHS:
         return Side.OPEN
     return Side.CLIENT if path == "/v1" or path.startswith("/v1/") or path in CLIENT_PATHS else Side.ADMIN
 
@@ -104,7 +103,7 @@ class Access:
             if path.startswith("//"):  # a base URL that ends with one: a mistake, not a matter of keys
                 message = f"{method} {clip(path, 200)}: no path here begins with two slashes"
                 raise RequestError(404, message, kind="not_found_error", code="unknown_path")
-            if side is Side.ADMIN and (mistake := wrong_base_url(clip(path, 200))) is not None:
+            if side is Side.ADMIN and (mistake := mistaken_path(clip(path, 200))) is not None:
                 raise RequestError(
                     404, f"{method} {clip(path, 200)}: {mistake}", kind="not_found_error", code="unknown_path"
                 )

@@ -14,7 +14,7 @@ from proxy.clip import clip
 from proxy.core import Core
 from proxy.errors import RequestError, dialect_of, method_error, no_instance_error
 from proxy.fleet.reachability import list_refusal, outage
-from proxy.paths import MODEL, OTHER_METHODS, methods_of, no_response_action, not_served, wrong_base_url
+from proxy.paths import MODEL, OTHER_METHODS, methods_of, mistaken_path, no_response_action, not_served
 
 
 def client_routes(core: Core) -> APIRouter:
@@ -81,7 +81,7 @@ def unsupported(method: str, path: str, methods: tuple[str, ...]) -> RequestErro
         return RequestError(404, message, kind="not_found_error", code="unknown_path")
     if methods:
         return method_error(method, path, methods)
-    if (mistake := wrong_base_url(clip(path, 200))) is not None:
+    if (mistake := mistaken_path(clip(path, 200))) is not None:
         message = f"{method} {clip(path, 200)}: {mistake}"
         return RequestError(404, message, kind="not_found_error", code="unknown_path")
     return RequestError(

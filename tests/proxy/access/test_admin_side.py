@@ -211,7 +211,7 @@ async def test_a_path_that_only_begins_as_an_endpoints_is_not_found_with_a_key(s
 async def test_a_path_that_is_no_endpoint_is_not_found_whatever_the_key(start_proxy: StartProxy) -> None:
     open_proxy, reachable = await start_proxy(1), await start_proxy(1, host="0.0.0.0")
     guarded = await start_proxy(1, keys=KEYS, admin={"port": 0})
-    paths = ("/invocations", "/api/event_logging/batch", "/foo", "/%2e/reload", "/foo%2freload", "/", "/v1x/a")
+    paths = ("/invocations", "/api/event_logging/batch", "/foo", "/%2e/reload", "/foo%2freload", "/", "/v1x/a", "/V1x")
     async with admin_client(guarded) as admin:
         for path, client, headers, method in itertools.product(
             paths,
@@ -224,6 +224,23 @@ async def test_a_path_that_is_no_endpoint_is_not_found_whatever_the_key(start_pr
             message = answer.json()["error"]["message"]
             assert ("/v1/chat/completions" in message) == (client is not admin)
             assert ("GET /docs" in message) == (client is not guarded.client)  # its endpoints are elsewhere
+
+
+async def test_a_path_of_the_clients_in_other_case_is_not_found_whatever_the_key(start_proxy: StartProxy) -> None:
+    open_proxy, reachable = await start_proxy(1), await start_proxy(1, host="0.0.0.0")
+    clients_only = await start_proxy(1, host="0.0.0.0", keys={"client": KEYS["client"]})
+    guarded = await start_proxy(1, keys=KEYS)
+    for path, proxy, headers, method in itertools.product(
+        ("/V1/chat/completions", "/V1/", "/V1", "/Version", "/RERANK", "/Health"),
+        (open_proxy, reachable, clients_only, guarded),
+        ({}, bearer(KEY), bearer(ADMIN)),
+        ("GET", "POST"),
+    ):
+        answer = await proxy.client.request(method, path, headers=headers)
+        assert code(answer) == (404, "unknown_path"), (method, path)
+        assert "paths are case-sensitive" in answer.json()["error"]["message"]
+    # Paths of the admin side are guarded in any case.
+    assert (await guarded.client.post("/Reload", headers=bearer(KEY))).status_code == 401
 
 
 def test_every_path_may_be_an_endpoint_until_all_are_known_or_if_one_begins_with_anything() -> None:

@@ -109,10 +109,13 @@ MISTAKEN = [
     ("/v1/v1/models/stub", "the path here is /v1/models/stub: the client adds /v1 itself"),
     ("/v1/v1/messages", "the path here is /v1/messages: the client adds /v1 itself"),
     ("/v1/v1/messages/count_tokens", "the path here is /v1/messages/count_tokens: the client adds /v1 itself"),
+    ("/V1/chat/completions", "paths are case-sensitive, the one here is /v1/chat/completions"),
+    ("/v1/Chat/completions", "paths are case-sensitive, the one here is /v1/chat/completions"),
+    ("/V1/models/stub", "paths are case-sensitive, the API of the engines begins with /v1/"),
 ]
 
 
-async def test_a_base_url_with_or_without_v1_is_named_as_the_mistake(start_proxy: StartProxy) -> None:
+async def test_other_case_and_a_base_url_with_or_without_v1_are_named_as_the_mistake(start_proxy: StartProxy) -> None:
     proxy = await start_proxy()
     for (path, says), method in itertools.product(MISTAKEN, ("GET", "POST")):
         answer = await proxy.client.request(method, path, json={"model": "stub"})
