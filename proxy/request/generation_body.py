@@ -41,6 +41,7 @@ class GenerationBody(msgspec.Struct):
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
+    min_tokens: msgspec.Raw = msgspec.Raw()
     prompt_cache_key: msgspec.Raw = msgspec.Raw()
     user: msgspec.Raw = msgspec.Raw()
     session_id: msgspec.Raw = msgspec.Raw()
@@ -63,6 +64,26 @@ class GenerationBody(msgspec.Struct):
     def asked_tokens(self) -> int | None:
         """The client's bound on output tokens; None if it gave none."""
         return self.max_completion_tokens or self.max_tokens
+
+    def only_d_refuses(self, default_tokens: int | None) -> bool:
+        """True for values that an engine refuses and that the P leg of a hand-off does not have.
+
+        Args:
+            default_tokens: the engine's bound on output tokens where the client gives none; None: its context length.
+        """
+        bounds = (self.max_tokens, self.max_completion_tokens)
+        if any(bound is not None and bound < 1 for bound in bounds):
+            return True
+        if self.stream_options is not None and not self.stream:
+            return True
+        if not memoryview(self.min_tokens):
+            return False
+        try:
+            least = _whole(self.min_tokens)
+        except msgspec.DecodeError:
+            return True
+        most = default_tokens if self.asked_tokens is None else self.asked_tokens
+        return least < 0 or (most is not None and least > most)
 
 
 class MessagesBody(GenerationBody):
@@ -94,6 +115,7 @@ _guarded_values = attrgetter(*_GUARDED)
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _encode = msgspec.json.encode
+_whole = msgspec.json.Decoder(int, strict=False).decode
 _decode_top = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 

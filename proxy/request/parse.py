@@ -249,10 +249,7 @@ def _may_offload(parsed: Parsed) -> bool:
         return False
     several = parsed.prompt.prompts > 1 or (fields.n or 1) > 1 or (fields.best_of or 1) > 1
     beams = bytes(fields.use_beam_search) not in _OFF
-    bounds = (fields.max_tokens, fields.max_completion_tokens)
-    refused = any(bound is not None and bound < 1 for bound in bounds) or (
-        fields.stream_options is not None and not fields.stream
-    )
+    refused = fields.only_d_refuses(_DEFAULT_COMPLETION_TOKENS if parsed.endpoint is Endpoint.COMPLETIONS else None)
     return not (several or beams or refused or fields.echo or fields.prompt_logprobs is not None)
 
 

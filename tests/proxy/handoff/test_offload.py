@@ -168,7 +168,13 @@ async def test_d_does_not_wait_for_a_p_that_has_ended_early(start_proxy: StartPr
     assert pulls == []
 
 
-@pytest.mark.parametrize("shape", [{"use_beam_search": False}, {"use_beam_search": None}, {"max_completion_tokens": 3}])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *({"use_beam_search": False}, {"use_beam_search": None}, {"max_completion_tokens": 3}),
+        *({"max_tokens": 8, "min_tokens": least} for least in (8, "8", 8.0)),
+    ],
+)
 async def test_fields_that_change_nothing_leave_the_hand_off(start_proxy: StartProxy, shape: dict[str, Any]) -> None:
     proxy = await start(start_proxy)
     assert (await proxy.client.post("/v1/completions", json={**HEAVY, **shape})).status_code == 200
@@ -182,6 +188,8 @@ async def test_fields_that_change_nothing_leave_the_hand_off(start_proxy: StartP
         {"use_beam_search": True},
         # P's leg would be accepted, and D's refused.
         *({"max_tokens": 0}, {"max_completion_tokens": 0}, {"stream_options": {"include_usage": True}}),
+        *({"max_tokens": 8, "min_tokens": 9}, {"max_tokens": None, "min_tokens": 17}, {"min_tokens": -1}),
+        {"min_tokens": None},
     ],
 )
 async def test_requests_one_hand_off_cannot_carry_run_co_located(
