@@ -109,7 +109,7 @@ class Core:
         self.instances = Instances(settings.instances, settings.health)
         self.discovery = DiscoveryStatus(settings.discovery.source)
         self.model_lists = ModelLists(self.instances, self.get)
-        self.router = Router(settings, self.is_base_model, self._sole_model, self._is_served)
+        self.router = Router(settings, self.is_base_model, self._sole_model, self._is_served, self._longest_context)
         self.events = EventSubscriber(settings.instances, settings.events, self.router.state.predictor.exact)
         self.tokens = Tokens(settings.tokenizer)
         self.metrics = Metrics()
@@ -239,6 +239,10 @@ class Core:
     def _is_served(self, name: str) -> bool:
         """True if an engine lists a model by this name."""
         return name in self.instances.served.names
+
+    def _longest_context(self, model: str) -> int | None:
+        """Longest context in tokens that an engine accepts for a model; None: unknown."""
+        return self.instances.served.longest(model)
 
     def context_tokens(self, model: str) -> int | None:
         """Context length of a model in tokens, the smallest its engines report; None if none reports it."""

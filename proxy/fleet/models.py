@@ -76,6 +76,13 @@ class ServedModels:
         self._adapters = _NOBODY.union(*(models.adapters for models in self._lists.values()))
         lengths = {name: models.lengths for name, models in self._lists.items()}
         self._shorter = {model: steps for model in self.names if (steps := self._steps(model, lengths))}
+        self._longest: dict[str, int] = {}
+        if len(self._lists) == len(lists):
+            for model in self.names:
+                own = [lengths[name].get(model) for name, models in self._lists.items() if model in models.names]
+                known = [length for length in own if length is not None]
+                if len(known) == len(own):
+                    self._longest[model] = max(known)
         base = self.names - self._adapters
         self.sole_model = next(iter(base)) if len(base) == 1 else None
         """The one base model that all lists together have; None: several, or none."""
@@ -94,6 +101,10 @@ class ServedModels:
             if model in self.names:  # a name that a client made up is not kept
                 self._lacking[model] = found
         return found
+
+    def longest(self, model: str) -> int | None:
+        """The longest context in tokens that an instance accepts; None: one that may serve the model reports none."""
+        return self._longest.get(model)
 
     def _steps(self, model: str, lengths: Mapping[str, Mapping[str, int]]) -> list[tuple[int, frozenset[str]]]:
         """By context length, ascending: the instances that are no longer, or lack the model; without one of all."""

@@ -59,10 +59,12 @@ class Router:
         is_base_model: Callable[[str], bool] = lambda _: False,
         sole_model: Callable[[], str | None] = lambda: None,
         is_served: Callable[[str], bool] = lambda _: False,
+        longest_context: Callable[[str], int | None] = lambda _: None,
     ) -> None:
         """``is_base_model``: True if the fleet serves a model name without an adapter; ``sole_model``: its only one;
-        ``is_served``: True if an engine lists the name.
+        ``is_served``: True if an engine lists the name; ``longest_context``: most tokens that an engine accepts for it.
         """
+        self._longest_context = longest_context
         self._is_served = is_served
         self.aliases = ModelAliases(settings.models.aliases, is_served)
         """Further names of models."""
@@ -182,7 +184,7 @@ class Router:
         parent_session_id: str | None = None,
     ) -> RequestView:
         """The request's view for policies."""
-        return request_view(
+        request = request_view(
             parsed,
             request_id,
             session_id,
@@ -193,6 +195,13 @@ class Router:
             agent,
             parent_session_id,
         )
+        if not (request.may_offload and request.exact):
+            return request
+        longest = self._longest_context(parsed.fields.model)
+        if longest is None or parsed.context_tokens(request.prompt_tokens) <= longest:
+            return request
+        # Every D refuses it with 400. P, which makes one token, may not, and would hold the KV until its abort timeout.
+        return request._replace(may_offload=False)
 
     def route(self, request: RequestView, available: set[str], room_on: frozenset[str] = NO_INSTANCES) -> Routed:
         """Decide and count, without an await in between. Raises NoCandidateError.

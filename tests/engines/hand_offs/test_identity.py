@@ -206,6 +206,7 @@ async def test_what_p_ends_at_once_and_what_is_refused_costs_no_wait_and_no_pair
         {"temperature": -1},
         {"use_beam_search": True, "stream": True},
         {"min_tokens": 100},
+        {"max_tokens": 65536},
         {"prompt": fresh_text(4000), "max_tokens": 65536},
     ]
     refused = [await proxy.say(proxy.body(fresh_prompt(700), **each)) for each in wrong]
@@ -214,7 +215,7 @@ async def test_what_p_ends_at_once_and_what_is_refused_costs_no_wait_and_no_pair
     rows = {row["request_id"]: row["offload_reason"] for row in await proxy.rows()}
     assert [rows[said.request_id] for said in (ended, *refused, last)] == [
         *("fell_back_p_error", "fell_back_p_error", "fell_back_p_error", "request_shape", "request_shape"),
-        *("fell_back_d_error", "chosen"),
+        *("request_shape", "fell_back_d_error", "chosen"),
     ]
 
 

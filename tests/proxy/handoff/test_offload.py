@@ -182,6 +182,28 @@ async def test_fields_that_change_nothing_leave_the_hand_off(start_proxy: StartP
 
 
 @pytest.mark.parametrize(
+    ("lengths", "max_tokens", "reason"),
+    [
+        ((500, 500), 101, "request_shape"),
+        ((500, 500), 100, "chosen"),
+        ((None, None), 101, "chosen"),
+        # The short engine is left out, and nobody else could be P.
+        ((500, 600), 101, "no_prefill_candidate"),
+    ],
+)
+async def test_what_no_engines_context_has_room_for_is_not_handed_over(
+    start_proxy: StartProxy, lengths: tuple[int | None, ...], max_tokens: int, reason: str
+) -> None:
+    """D would refuse it with 400, after P, whose leg makes one token, has computed it and holds the KV."""
+    proxy = await start(start_proxy, engines=[StubEngine(max_model_len=length) for length in lengths])
+    body = {**HEAVY, "max_tokens": max_tokens}
+    explained = (await proxy.client.post("/explain", json=body)).json()
+    assert explained["decisions"][explained["in_force"]]["offload"]["reason"] == reason
+    assert (await proxy.client.post("/v1/completions", json=body)).status_code == 200
+    assert [row["offload_reason"] for row in await proxy.rows()] == [reason]
+
+
+@pytest.mark.parametrize(
     "shape",
     [
         *({"n": 2}, {"best_of": 2}, {"echo": True}, {"prompt_logprobs": 1}, {"prompt": [HEAVY["prompt"]] * 2}),
