@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 
+import httpx
+
 from policies.row import RequestOutcome, Row
 from proxy.access.forwarding import is_value
 from proxy.clients.inbound import Inbound
+from proxy.clip import clip
 from proxy.core import Core
 from proxy.engines.status import is_failure
 from proxy.engines.upstream import Answer, NoSocketError, NotAcceptedError, NotConnectedError, UpstreamError
@@ -39,6 +42,7 @@ class ShortExchange:
         self._stored = inbound.path in _OF_STORED
         self._body = inbound.body
         self._content_type = _JSON
+        self._ended_without_events = False
 
     async def run(self) -> None:
         """Serve the request until it is answered or its client leaves.
@@ -124,7 +128,29 @@ class ShortExchange:
         try:
             await self._pass_on(instance)
         except AttemptFailedError as error:
+            if self._ended_without_events:
+                error.refusal = await self._not_streamed(instance, response_id)
             raise await attempts.give_up(attempts.failed(error, after=None)) from error
+
+    async def _not_streamed(self, instance: Instance, response_id: str) -> RequestError | None:
+        """Error for a stream that ended before its first event, though the engine has the response; else None.
+
+        vLLM begins its answer before it finds that it has kept no events, and can then only close the connection.
+        """
+        try:
+            found = await self._core.get(instance, f"/v1/responses/{response_id}")
+        except httpx.HTTPError:
+            return None
+        if found.status_code != 200:
+            return None
+        return RequestError(
+            400,
+            f"{instance.name} has the response {clip(response_id, 100)!r}, but ended its stream before the first "
+            "event: vLLM streams a stored response only if it was created with 'background' and 'stream'. Read it "
+            "without 'stream'",
+            code="response_not_streamed",
+            param="stream",
+        )
 
     async def _pass_on(self, instance: Instance, model: str | None = None) -> None:
         """Send the request to one instance and its answer to the client. Raises AttemptFailedError."""
@@ -189,6 +215,7 @@ class ShortExchange:
         except UpstreamError as error:
             if isinstance(error, NotConnectedError) and not isinstance(error, NoSocketError | NotAcceptedError):
                 core.instances.failed(instance, str(error), refused=True, sent_s=sent_s)
+            self._ended_without_events = self._stored and answer is not None and self._is_stream(answer)
             own = isinstance(error, NoSocketError)
             raise AttemptFailedError(instance.name, str(error), seen=error.seen, own=own) from error
         finally:

@@ -144,6 +144,8 @@ async def test_a_stored_response_is_continued_read_and_cancelled_where_it_is(
         read = await proxy.client.get(f"/v1/responses/{last['id']}")
         assert (read.status_code, read.json()["id"]) == (200, last["id"])
         assert read.headers["x-warmroute-instance"] == instance
+        streamed = await proxy.client.get(f"/v1/responses/{last['id']}?stream=true")
+        assert (streamed.status_code, streamed.json()["error"]["code"]) == (400, "response_not_streamed")
         cancelled = await proxy.client.post(f"/v1/responses/{response_id}/cancel")
         assert (cancelled.status_code, cancelled.json()["error"]["param"]) == (400, "response_id")
 

@@ -168,6 +168,14 @@ class TypedEngine(StubEngine):
 
     async def _stored(self, request: web.Request) -> web.StreamResponse:
         self.paths.append(f"{request.method} {request.path_qs}")
-        if request.query.get("stream") == "true":
+        streamed = request.query.get("stream") == "true"
+        if self.mode == "dying" or (self.mode == "no_events" and streamed):
+            # As vLLM ends the stream of a response of which it has kept no events.
+            answer = web.StreamResponse(headers=HEADERS)
+            await answer.prepare(request)
+            assert request.transport is not None
+            request.transport.close()
+            return answer
+        if streamed:
             return await self._write(request, response_events(request.match_info["id"]))
         return web.json_response(response(request.match_info["id"], "completed"))

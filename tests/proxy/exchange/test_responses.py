@@ -126,6 +126,23 @@ async def test_a_stored_response_is_read_and_cancelled_where_it_is(start_proxy: 
     assert ledger_is_zero(await proxy.settled())
 
 
+async def test_a_stored_response_that_the_engine_cannot_stream_is_refused(start_proxy: StartProxy) -> None:
+    proxy = await start(start_proxy, 1)
+    [engine] = typed(proxy)
+    response_id, _ = await create(proxy)
+    engine.mode = "no_events"
+    for _ in range(4):
+        answer = await proxy.client.get(f"/v1/responses/{response_id}?stream=true")
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["param"]) == (400, "response_not_streamed", "stream")
+        assert "created with 'background' and 'stream'" in error["message"]
+    assert {row["outcome"] for row in (await proxy.rows())[1:]} == {"engine_refused"}
+    assert (await proxy.client.get(f"/v1/responses/{response_id}")).status_code == 200
+    engine.mode = "dying"
+    answer = await proxy.client.get(f"/v1/responses/{response_id}?stream=true")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (502, "upstream_error")
+
+
 async def test_an_unknown_id_is_refused_without_an_engine(start_proxy: StartProxy) -> None:
     proxy = await start(start_proxy, 2)
     not_stored, _ = await create(proxy, store=False)
