@@ -18,6 +18,10 @@ class OverwritesInputError(ValueError):
     """The output is one of the inputs."""
 
 
+class ExistingOutputError(ValueError):
+    """The output exists already."""
+
+
 def refuse_inputs(output: Path, inputs: Iterable[Path]) -> None:
     """Refuse an output that is one of the inputs, by whatever path or link.
 
@@ -37,6 +41,17 @@ def refuse_inputs(output: Path, inputs: Iterable[Path]) -> None:
             if path.is_file() and output.samefile(path):
                 same = "" if output == path else f" (the same file as {path})"
                 raise OverwritesInputError(f"{output}{same} is an input and would be overwritten; give another output")
+
+
+def refuse_existing(output: Path) -> None:
+    """Refuse an output that exists and has content; pipes, devices and what the process has open are none of these.
+
+    Raises:
+        ExistingOutputError: it does.
+        OSError: the path cannot be looked up.
+    """
+    if output.is_file() and not str(output).startswith(_OPENED) and output.stat().st_size:
+        raise ExistingOutputError(f"{output}: already exists; give another name, or remove it")
 
 
 @contextmanager

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 TraceOutput = Annotated[
     Path,
-    typer.Option("--output", "-o", help="Trace to write: Bailian-style JSONL, compressed if named .gz or .zst."),
+    typer.Option("--output", "-o", help="New trace to write: Bailian-style JSONL, compressed if named .gz or .zst."),
 ]
 
 
@@ -53,7 +53,7 @@ def sample_command(
     """
     from rich.console import Console
 
-    from replayer.records.outputs import OverwritesInputError, refuse_inputs
+    from replayer.records.outputs import ExistingOutputError, OverwritesInputError, refuse_existing, refuse_inputs
     from replayer.traces.loading import LoadOptions, load
     from replayer.traces.sample import profile, sample
     from replayer.traces.tables import profiles_table
@@ -62,6 +62,7 @@ def sample_command(
     console = Console()
     try:
         refuse_inputs(output, [trace])
+        refuse_existing(output)
         whole = load(
             trace,
             LoadOptions(
@@ -76,7 +77,7 @@ def sample_command(
         picked = sample(whole, target_requests, seed, rebase=rebase)
         _write(output, picked.requests)
         rows = [("before", profile(whole, instances)), ("after", profile(picked, instances))]
-    except (OverwritesInputError, TraceError, OSError) as error:
+    except (OverwritesInputError, ExistingOutputError, TraceError, OSError) as error:
         _stop(error)
     for note in picked.notes:
         console.print(f"note: {note}", markup=False, soft_wrap=True)
@@ -117,6 +118,7 @@ def synth_command(
     """
     from rich.console import Console
 
+    from replayer.records.outputs import ExistingOutputError, refuse_existing
     from replayer.traces.synth import SynthOptions, synthetic_trace
     from replayer.traces.synth_targets import compare_with_targets
     from replayer.traces.tables import targets_table
@@ -136,9 +138,10 @@ def synth_command(
         gap_scale=gap_scale,
     )
     try:
+        refuse_existing(output)
         trace = synthetic_trace(options)
         _write(output, trace.requests)
-    except TraceError as error:
+    except (ExistingOutputError, TraceError, OSError) as error:
         _stop(error)
     console = Console()
     console.print(targets_table(compare_with_targets(trace, length_scale, gap_scale)))
@@ -165,13 +168,14 @@ def repeat_command(
     Every repetition has its own sessions and blocks; only blocks that several sessions of the trace share (system
     prompts) stay shared. Requests are written one by one, so memory does not limit the length.
     """
-    from replayer.records.outputs import OverwritesInputError, refuse_inputs
+    from replayer.records.outputs import ExistingOutputError, OverwritesInputError, refuse_existing, refuse_inputs
     from replayer.traces.loading import LoadOptions, load
     from replayer.traces.repeat import repeated
     from replayer.traces.trace import TraceError
 
     try:
         refuse_inputs(output, [trace])
+        refuse_existing(output)
         whole = load(
             trace,
             LoadOptions(
@@ -183,7 +187,7 @@ def repeat_command(
             ),
         )
         count = _write(output, repeated(whole, times))
-    except (OverwritesInputError, TraceError, OSError) as error:
+    except (OverwritesInputError, ExistingOutputError, TraceError, OSError) as error:
         _stop(error)
     if any(request.text is not None for request in whole.requests):
         typer.echo("note: the text of the prompts is left out, as that of all repetitions would share a cache")

@@ -66,6 +66,23 @@ def test_a_trace_is_not_replaced_by_one_made_from_it(app: typer.Typer, tmp_path:
     assert made.read_bytes() == before
 
 
+@pytest.mark.parametrize("verb", ["synth", "sample", "repeat"])
+def test_a_trace_replaces_no_other_file(app: typer.Typer, tmp_path: Path, verb: str) -> None:
+    made, other, new = tmp_path / "made.jsonl", tmp_path / "other.jsonl", tmp_path / "new.jsonl"
+    bailian.write(made, make_trace().requests)
+    other.write_text("of another experiment")
+    new.touch()  # as mktemp does
+    source = ["--requests", "20"] if verb == "synth" else [str(made)]
+    refused = RUNNER.invoke(app, ["trace", verb, *source, "-o", str(other)])
+    assert refused.exit_code == 2
+    assert refused.output == f"error: {other}: already exists; give another name, or remove it\n"
+    assert other.read_text() == "of another experiment"
+    for output in (str(new), "/dev/null"):
+        written = RUNNER.invoke(app, ["trace", verb, *source, "-o", output])
+        assert written.exit_code == 0, written.output
+    assert load(new).requests
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
