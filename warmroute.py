@@ -52,6 +52,8 @@ EXTRAS: Mapping[str, str] = MappingProxyType(
 
 _HOME = Path(__file__).resolve().parent
 _EXIT = 2
+_VALIDATION = "Value error, "
+"""Before Typer's own text, where it has the value validated by Pydantic (0.29)."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _REMEDY = (
     "install warmroute into an environment of its own (`uv tool install warmroute`, `pipx install warmroute`, or a "
@@ -88,6 +90,14 @@ class _Root(RenamedGroup):
         if args and args[0] not in self.commands and (sentence := suggestion(args[0])):
             ctx.fail(sentence)
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; wrong values of its options are reported without the words of Typer's own validation."""
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix(_VALIDATION)
+            raise
 
 
 def _man(context: typer.Context) -> None:

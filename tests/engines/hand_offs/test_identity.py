@@ -209,7 +209,7 @@ async def test_what_p_ends_at_once_and_what_is_refused_costs_no_wait_and_no_pair
         {"max_tokens": 65536},
         {"prompt": fresh_text(4000), "max_tokens": 65536},
     ]
-    refused = [await proxy.say(proxy.body(fresh_prompt(700), **each)) for each in wrong]
+    refused = [await proxy.say({**proxy.body(fresh_prompt(700)), **each}) for each in wrong]
     assert [said.status for said in refused] == [400] * len(wrong)
     last = await proxy.say(proxy.body(fresh_prompt(700)))
     rows = {row["request_id"]: row["offload_reason"] for row in await proxy.rows()}

@@ -1,4 +1,7 @@
-"""Numbers of options: NaN and infinity pass a range such as "at least 0", so each option must refuse them itself."""
+"""Wrong values of options: words that are no choice, and numbers.
+
+NaN and infinity pass a range such as "at least 0", so each option must refuse them itself.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,13 @@ def test_a_number_that_is_not_finite_is_refused(path: str, option: str, value: s
     done = runner.invoke(COMMANDS, [*path.split(), option, value])
     assert done.exit_code == 2
     assert f"Invalid value for '{option}'" in done.output
+
+
+@pytest.mark.parametrize("line", ["compare a b --class FOO", "trace sample a -o b --sessions FOO"])
+def test_a_word_that_is_none_of_the_choices_is_refused_with_them(line: str) -> None:
+    done = CliRunner(env={"COLUMNS": "200", "TERMINAL_WIDTH": "200", "NO_COLOR": "1"}).invoke(COMMANDS, line.split())
+    assert done.exit_code == 2
+    assert ": 'FOO' is not one of '" in done.output
 
 
 def test_there_are_numbers_to_check() -> None:
