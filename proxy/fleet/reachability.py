@@ -17,18 +17,21 @@ _DEEPEST = 20
 """Bound on the errors looked at; httpx over anyio nests four."""
 _OUT_OF_DATE = {9, 10}
 """OpenSSL's codes for a certificate that is not valid yet, and for one that has expired."""
+_AFTER_HEALTH = ("/metrics", "/v1/models")
+"""Paths of a probe for which its engine has answered another one before."""
 _SHOWN_INSTANCES = 3
 _LONGEST = 300
 """Characters of one instance's reason in an answer to a client."""
 
 
-def diagnosis(error: BaseException, url: str, timeout_s: float) -> str:
+def diagnosis(error: BaseException, url: str, timeout_s: float, path: str = "/health") -> str:
     """Cause of a failed probe of an engine, and what to do about it.
 
     Args:
         error: as raised by the probe.
         url: the engine's base URL.
         timeout_s: bound on the probe, in seconds.
+        path: path that was asked for last.
     """
     if isinstance(error, httpx.HTTPStatusError):
         return status_diagnosis(error.request.url.path, error.response.status_code, url)
@@ -47,6 +50,11 @@ def diagnosis(error: BaseException, url: str, timeout_s: float) -> str:
         if isinstance(cause, ssl.SSLError):
             return f"no TLS on this port ({cause.reason or cause}): use http:// if the engine serves plain HTTP"
     if isinstance(error, httpx.TimeoutException | TimeoutError):
+        if path in _AFTER_HEALTH:
+            return (
+                f"GET /health was answered, but not GET {path} within {timeout_s:g} s (health.timeout_s): its API "
+                "server is overloaded or stuck, see the engine's log"
+            )
         return (
             f"no answer within {timeout_s:g} s (health.timeout_s): check host and port, firewalls, and that the engine "
             "is not stuck"

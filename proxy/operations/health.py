@@ -21,22 +21,29 @@ log = logging.getLogger("warmroute.health")
 
 
 class HealthMonitor:
-    """Probes the fleet every ``health.interval_s`` seconds until cancelled: each engine once, for all its ranks."""
+    """Probes the fleet every ``health.interval_s`` seconds until cancelled: each engine once, for all its ranks.
+
+    An engine whose probe has not ended is left out of the next rounds; the others do not wait for it.
+    """
 
     def __init__(self, core: Core) -> None:
         self._core = core
         self._doubted: set[str] = set()
+        self._probing: set[tuple[str, str]] = set()
+        """Engines whose probe in ``run`` has not ended."""
         self._doubts = asyncio.Event()
         core.model_lists.on_replaced = self._restarted
 
     async def run(self) -> None:
         """Probe until cancelled."""
         core = self._core
-        while True:
-            await self.probe_all()
-            for limited in (core.rejections, core.failures, core.clients.refusals, core.access.refusals):
-                limited.flush()
-            await self._rest(core.settings.health.interval_s)
+        async with asyncio.TaskGroup() as group:
+            while True:
+                for instance in self._engines().values():
+                    self._begin(instance, group)
+                for limited in (core.rejections, core.failures, core.clients.refusals, core.access.refusals):
+                    limited.flush()
+                await self._rest(core.settings.health.interval_s, group)
 
     def doubt(self, name: str) -> None:
         """Probe an instance at once: another replica has stopped using it. Its next failure opens its breaker."""
@@ -46,7 +53,24 @@ class HealthMonitor:
             self._doubted.add(name)
             self._doubts.set()
 
-    async def _rest(self, seconds: float) -> None:
+    def _begin(self, instance: Instance, group: asyncio.TaskGroup) -> bool:
+        """Start a probe of an engine; False if one is in progress."""
+        engine = _engine_of(instance)
+        if engine in self._probing:
+            return False
+        self._probing.add(engine)
+        group.create_task(self._probe_once(engine, instance))
+        return True
+
+    async def _probe_once(self, engine: tuple[str, str], instance: Instance) -> None:
+        try:
+            await self.probe(instance)
+        finally:
+            self._probing.discard(engine)
+            if self._doubted:
+                self._doubts.set()
+
+    async def _rest(self, seconds: float, group: asyncio.TaskGroup) -> None:
         """Wait until the next round, and meanwhile probe the instances in doubt."""
         ends_s = time.monotonic() + seconds
         while (left_s := ends_s - time.monotonic()) > 0:
@@ -58,29 +82,34 @@ class HealthMonitor:
             self._doubts.clear()
             names, self._doubted = self._doubted, set()
             for name in names:
-                if (instance := self._core.instances.get(name)) is not None:
-                    await self.probe(instance)
+                if (instance := self._core.instances.get(name)) is not None and not self._begin(instance, group):
+                    self._doubted.add(name)  # the probe in progress may have begun before
 
     async def probe_all(self) -> None:
         """Probe every instance once, concurrently."""
         async with asyncio.TaskGroup() as group:
-            engines = {(each.url, each.name if each.rank is None else ""): each for each in self._core.instances}
-            for instance in engines.values():
+            for instance in self._engines().values():
                 group.create_task(self.probe(instance))
+
+    def _engines(self) -> dict[tuple[str, str], Instance]:
+        """One instance of each engine, whose probe is also that of the others."""
+        return {_engine_of(each): each for each in self._core.instances}
 
     async def probe(self, instance: Instance) -> None:
         """Probe one instance now, with all ranks of its engine. Results for one that has left the fleet are dropped."""
         timeout_s = self._core.settings.health.timeout_s
         ranks = self._core.instances.ranks(instance)
-        url, whose = instance.url, ""
+        url, whose, path = instance.url, "", "/health"
         unregistered: set[int] = set()
         try:
             async with asyncio.timeout(timeout_s):
-                (await self._get(instance, "/health")).raise_for_status()
+                (await self._get(instance, path)).raise_for_status()
+                path = "/metrics"
                 await self._read_metrics(ranks)
+                path = "/v1/models"
                 await self._core.model_lists.read(instance)
                 if instance.settings.bootstrap_url is not None:
-                    url, whose = instance.settings.bootstrap_url, "its bootstrap server: "
+                    url, whose, path = instance.settings.bootstrap_url, "its bootstrap server: ", "/query"
                     unregistered = await self._read_identity(ranks, url)
         except Exception as error:
             # An invalid answer of one engine must not stop the probing of the others.
@@ -98,7 +127,7 @@ class HealthMonitor:
                 return
             gone = isinstance(error, httpx.ConnectError | AnotherServerError)
             for each in ranks:
-                self._failed(each, whose + diagnosis(error, url, timeout_s), gone=gone)
+                self._failed(each, whose + diagnosis(error, url, timeout_s, path), gone=gone)
         else:
             for each in ranks:
                 if each.rank is not None and 0 < each.reported_ranks <= each.rank:
@@ -219,3 +248,8 @@ class HealthMonitor:
         self._core.meters.restarted(instance.name)
         self._core.router.state.restarted(instance.name)
         log.warning("%s restarted: its cache index is cleared", instance.name)
+
+
+def _engine_of(instance: Instance) -> tuple[str, str]:
+    """The engine of an instance: its URL, and the instance's name unless it is one of several ranks."""
+    return instance.url, instance.name if instance.rank is None else ""

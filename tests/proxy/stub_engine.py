@@ -48,6 +48,7 @@ class StubEngine:
     """No pull ends before it is set."""
     query_delay_s: float = 0.0
     health_delay_s: float = 0.0
+    metrics_delay_s: float = 0.0
     counters: dict[str, float] = field(default_factory=dict)
     """Further lines of /metrics."""
     seen: list[dict[str, Any]] = field(default_factory=list)
@@ -119,6 +120,7 @@ class StubEngine:
 
     async def _metrics(self, _: web.Request) -> web.Response:
         self.probes += 1
+        await asyncio.sleep(self.metrics_delay_s)
         labels = f'{{engine="0",model_name="{self.model}"}}'
         config = (
             f'{{block_size="{self.block_tokens}",num_gpu_blocks="{self.blocks}",'

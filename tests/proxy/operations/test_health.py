@@ -42,6 +42,31 @@ async def probed_to_trial(proxy: Running) -> None:
     raise AssertionError("it never came to trial")
 
 
+async def test_an_engine_whose_probe_takes_long_delays_no_other_probe(start_proxy: StartProxy) -> None:
+    engines = [StubEngine() for _ in range(2)]
+    proxy = await start_proxy(engines=engines, health={"interval_s": 0.05, "timeout_s": 45.0, "unhealthy_after": 1})
+    slow, other = engines
+    slow.metrics_delay_s = 3600
+    waiting = slow.probes
+    await proxy.until(lambda: slow.probes > waiting)  # its probe is in progress, for longer than this test takes
+    probes = other.probes
+    await proxy.until(lambda: other.probes >= probes + 10)
+    await other.stop()
+    await proxy.until(lambda: not proxy.core.instances["inst-1"].healthy)
+    assert slow.probes == waiting + 1
+    assert proxy.core.instances["inst-0"].healthy
+
+
+async def test_the_error_of_a_probe_names_what_was_not_answered(start_proxy: StartProxy) -> None:
+    engines = [StubEngine(metrics_delay_s=3600), StubEngine(health_delay_s=3600), StubEngine()]
+    proxy = await start_proxy(engines=engines, health={"timeout_s": 0.5, "unhealthy_after": 1})
+    metrics, health, _ = (each.last_error for each in proxy.core.instances)
+    assert metrics is not None
+    assert "GET /health was answered, but not GET /metrics within 0.5 s (health.timeout_s)" in metrics
+    assert health is not None
+    assert "no answer within 0.5 s (health.timeout_s): check host and port" in health
+
+
 async def test_the_index_takes_another_block_size_once_all_engines_have_it(
     start_proxy: StartProxy, caplog: pytest.LogCaptureFixture
 ) -> None:
