@@ -18,6 +18,8 @@ def hand_off_lines(arms: Mapping[str, Sequence[RouterRecord]], base: str) -> Ite
     A request is compared with the mean of the base's requests of the same name, over all repeats. The means have no
     intervals: which requests are handed over depends on the run, so neither group is chosen at random.
     """
+    if all(each.prefill_instance is None for runs in arms.values() for run in runs for each in run.requests):
+        return
     of_base: dict[str, list[RequestRecord]] = {}
     for each in _answered(arms.get(base, ())):
         of_base.setdefault(each.request_id, []).append(each)

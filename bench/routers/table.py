@@ -132,7 +132,7 @@ def _later(arms: Mapping[str, Sequence[RouterRecord]], skip_first_s: float) -> d
     for label, runs in arms.items():
         kept[label] = []
         for run in runs:
-            times_s = np.array([each.record().trace_timestamp_s for each in run.requests])
+            times_s = np.array([each.trace_timestamp_s for each in run.requests])
             later = planned_times(times_s, run.header.time_scale) >= skip_first_s
             requests = [each for each, counts in zip(run.requests, later, strict=True) if counts]
             planned = run.planned - len(run.requests) + len(requests)

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -14,10 +15,12 @@ from typer.testing import CliRunner
 
 from bench import simulator
 from bench.fidelity import __main__ as fidelity
-from bench.fidelity import real_time
+from bench.fidelity import profiles, real_time
 from bench.fidelity.__main__ import PAGE, PAGES, SECTIONS, TRACES_OF, app, put, section
 from replayer.replay.plan import PlanOptions
 from replayer.traces.trace import Trace, TraceRequest
+from sim.fidelity.recording import Recording
+from sim.fidelity.resimulate import resimulate
 from sim.offline.router import OfflineRouter
 from sim.virtual import VirtualFleet
 from tests.launch.conftest import free_base
@@ -40,15 +43,26 @@ def test_the_page_holds_what_the_command_prints(name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def _recordings_read_once() -> Iterator[None]:
-    """Three sections compare the same recordings, and to read them takes longer than to simulate them."""
+def _recordings_read_and_simulated_once() -> Iterator[None]:
+    """Three sections compare the same recordings, with `h200` each of them; two recordings are of the same trace."""
+    made: dict[tuple[Any, ...], Any] = {}
+
+    def once(recording: Recording, *options: Any) -> Any:
+        key = (id(recording), *options)  # `recorded` keeps them alive
+        if key not in made:
+            made[key] = resimulate(recording, *options)
+        return made[key]
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fidelity, "recorded", functools.cache(fidelity.recorded))
+        for name in ("recorded", "load_trace"):
+            patch.setattr(fidelity, name, functools.cache(getattr(fidelity, name)))
+        for module in (fidelity, profiles):
+            patch.setattr(module, "resimulate", once)
         yield
 
 
 @pytest.mark.traces
-@pytest.mark.usefixtures("_recordings_read_once")
+@pytest.mark.usefixtures("_recordings_read_and_simulated_once")
 @pytest.mark.parametrize("name", TRACES_OF)
 def test_the_page_holds_what_the_command_computes_from_traces(name: str) -> None:
     folder = Path(os.environ.get("WARMROUTE_TRACES") or REPOSITORY.parent / "shared" / "traces") / "agentic"

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from bench.routers.records import read_records
+from bench.routers.records import RouterRecord, read_records
 from bench.routers.table import lines_of
 from replayer.records.runs import RequestRecord
 
 _DOCS = Path(__file__).parents[3] / "docs"
 _PAGE = (_DOCS / "head-to-head.md").read_text(encoding="utf-8")
+
+
+@cache
+def _runs(folder: str) -> list[RouterRecord]:
+    return list(read_records(_DOCS / "results" / folder).values())
 
 
 @pytest.mark.parametrize(
@@ -43,12 +49,11 @@ def test_the_page_shows_the_table_of_the_kept_records(
     name: str, folder: str, skip_first_s: float | None, base: str
 ) -> None:
     shown = _PAGE.partition(f"<!-- {name}: begin -->")[2].partition(f"<!-- {name}: end -->")[0].strip()
-    records = read_records(_DOCS / "results" / folder)
-    assert shown == "\n".join(lines_of(list(records.values()), base, skip_first_s)).strip()
+    assert shown == "\n".join(lines_of(_runs(folder), base, skip_first_s)).strip()
 
 
 def test_what_the_page_says_of_hand_offs_by_length() -> None:
-    records = read_records(_DOCS / "results" / "hand-offs-h100-2x").values()
+    records = _runs("hand-offs-h100-2x")
     requests = [(run.label, each.record()) for run in records for each in run.requests]
 
     def ttft(found: list[RequestRecord]) -> float:
@@ -77,7 +82,7 @@ def test_what_the_page_says_of_hand_offs_by_length() -> None:
 def test_what_the_page_says_of_single_runs_on_gpus_of_their_own() -> None:
     p90: dict[str, list[float]] = {"warm": [], "joint": []}
     longest: list[float] = []
-    for run in read_records(_DOCS / "results" / "hand-offs-h100-4x").values():
+    for run in _runs("hand-offs-h100-4x"):
         records = [each.record() for each in run.requests]
         p90[run.label].append(
             float(np.quantile([each.ttft_scheduled_s for each in records if each.trace_timestamp_s >= 78.3], 0.9))
@@ -90,7 +95,7 @@ def test_what_the_page_says_of_single_runs_on_gpus_of_their_own() -> None:
 
 
 def test_what_the_page_says_of_contexts_that_moved() -> None:
-    for run in read_records(_DOCS / "results" / "hand-offs-h100-4x-second").values():
+    for run in _runs("hand-offs-h100-4x-second"):
         if run.label == "joint":
             records = sorted([each.record() for each in run.requests], key=_sent)
             handed = [each for each in records if each.prefill_instance is not None]
@@ -100,8 +105,8 @@ def test_what_the_page_says_of_contexts_that_moved() -> None:
 
 
 def test_what_the_page_says_of_the_specialist_that_stays() -> None:
-    fourth = read_records(_DOCS / "results" / "hand-offs-h100-4x-fourth").values()
-    third = read_records(_DOCS / "results" / "hand-offs-h100-4x-third").values()
+    fourth = _runs("hand-offs-h100-4x-fourth")
+    third = _runs("hand-offs-h100-4x-third")
     handed = {}
     for run in [each for each in (*third, *fourth) if each.label == "joint"]:
         assert {"warmroute_prefill_specialists 1.0", "warmroute_recomputation_ratio 0.0"} <= set(run.evidence)
@@ -118,7 +123,7 @@ def test_what_the_page_says_of_those_that_were_handed_over() -> None:
     joint: list[RequestRecord] = []
     fresh: dict[str, set[int]] = {"warm": set(), "joint": set()}
     left = 0
-    for run in read_records(_DOCS / "results" / "hand-offs-h100-4x-fourth").values():
+    for run in _runs("hand-offs-h100-4x-fourth"):
         every = [each.record() for each in run.requests]
         records = [each for each in every if each.trace_timestamp_s >= 90.1]
         fresh[run.label].add(
@@ -152,7 +157,7 @@ def test_what_the_page_says_of_an_order_of_prefills() -> None:
     times: dict[str, list[float]] = {"warm": [], "warm,slowdown=0": [], "llmd_affinity": []}
     long: dict[str, list[float]] = {label: [] for label in times}
     sent = preempted = 0
-    for run in read_records(_DOCS / "results" / "order-h100-4x").values():
+    for run in _runs("order-h100-4x"):
         records = [each.record() for each in run.requests]
         assert all(each.ok for each in records)
         sent += len(records)
@@ -175,7 +180,7 @@ def test_what_the_page_says_of_an_order_of_prefills() -> None:
 def test_what_the_page_says_of_an_order_for_chat_and_for_agents() -> None:
     waits: dict[str, dict[str, list[tuple[float, int]]]] = {}
     for name, skip_first_s in (("conversations", 26.0), ("agents", 75.2)):
-        for run in read_records(_DOCS / "results" / f"order-h100-4x-{name}").values():
+        for run in _runs(f"order-h100-4x-{name}"):
             assert all(int(counter.preemptions) == 0 for counter in run.counters)
             found = waits.setdefault(name, {}).setdefault(run.label, [])
             for each in (each.record() for each in run.requests):
@@ -195,7 +200,7 @@ def test_what_the_page_says_of_an_order_for_chat_and_for_agents() -> None:
 
 def test_what_the_page_says_of_single_runs_of_agents() -> None:
     p90: dict[str, list[float]] = {"warm": [], "warm,slowdown=0": []}
-    for run in read_records(_DOCS / "results" / "order-h100-4x-agents").values():
+    for run in _runs("order-h100-4x-agents"):
         judged = [each for each in (each.record() for each in run.requests) if each.trace_timestamp_s >= 75.2]
         p90[run.label].append(float(np.quantile([each.ttft_scheduled_s for each in judged], 0.9)))
     ordered, plain = (sorted(each) for each in p90.values())
@@ -213,7 +218,7 @@ def test_what_the_page_says_of_the_agents_other_stretch() -> None:
     p90: dict[str, list[str]] = {}
     behind: list[bool] = []
     answered = 0
-    for run in read_records(_DOCS / "results" / "order-h100-4x-agents-second").values():
+    for run in _runs("order-h100-4x-agents-second"):
         records = [each.record() for each in run.requests]
         answered += sum(each.ok for each in records)
         judged = [each for each in records if each.trace_timestamp_s >= 78.3]
@@ -236,7 +241,7 @@ def test_what_the_page_says_of_short_turns_beside_a_bound() -> None:
     long: dict[str, list[float]] = {}
     means: dict[str, list[float]] = {}
     answered = 0
-    for run in read_records(_DOCS / "results" / "long-prefills-h100-2x").values():
+    for run in _runs("long-prefills-h100-2x"):
         records = [each.record() for each in run.requests]
         answered += sum(each.ok for each in records)
         judged = [each for each in records if each.trace_timestamp_s >= 74.8]
@@ -271,7 +276,7 @@ def test_what_the_page_says_of_the_bound_on_chat() -> None:
     e2e: dict[str, list[float]] = {}
     preempted: list[str] = []
     answered = 0
-    for run in read_records(_DOCS / "results" / "long-prefills-h100-2x-chat").values():
+    for run in _runs("long-prefills-h100-2x-chat"):
         records = [each.record() for each in run.requests]
         preempted += [run.label for counter in run.counters for _ in range(int(counter.preemptions))]
         answered += sum(each.ok for each in records)
