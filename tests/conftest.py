@@ -20,12 +20,14 @@ from typing import Any
 import certifi
 import pytest
 import typer.main
+import typer.testing
 import typer.utils
 from fastapi import routing
 from fastapi.datastructures import DefaultPlaceholder
 from hypothesis import settings
 from pydantic_settings import EnvSettingsSource
 
+import warmroute
 from policies import registry
 from proxy.memory import GENERATIONS
 
@@ -64,7 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Read once what is installed, and report to the first process of pytest without delay.
 
     Every proxy looks at what is installed, package by package; two thousand of them, and modules that make policies
-    when they are collected, need not.
+    when they are collected, need not. The command line is also put together once.
     """
     no_delay(config)
 
@@ -77,6 +79,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
     original, patch = entry_points, pytest.MonkeyPatch()
     patch.setattr(registry, "entry_points", read_once)
+    # Before the modules of tests import it.
+    patch.setattr(warmroute, "build", functools.cache(warmroute.build))
     config.add_cleanup(patch.undo)
 
 
@@ -192,6 +196,23 @@ def _options_read_once() -> Iterator[None]:
     original = typer.utils.get_params_from_function
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(typer.main, "get_params_from_function", shared)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _commands_made_once() -> Iterator[None]:
+    """Every call of the command line makes all commands with their options again: half of the time of such a test."""
+    made: weakref.WeakKeyDictionary[typer.Typer, tuple[tuple[int, int], Any]] = weakref.WeakKeyDictionary()
+
+    def shared(app: typer.Typer) -> Any:
+        size = len(app.registered_commands), len(app.registered_groups)
+        if app not in made or made[app][0] != size:
+            made[app] = size, original(app)
+        return made[app][1]
+
+    original = typer.main.get_command
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.testing, "_get_command", shared)
         yield
 
 

@@ -62,7 +62,7 @@ async def call(files: Path, command: str, url: str, *names: str) -> tuple[int, s
     result = await asyncio.to_thread(CliRunner(env={"COLUMNS": "400"}).invoke, build(), arguments)
     if command != "doctor" or result.exit_code == 2:
         return result.exit_code, result.output
-    [found] = [one for one in json.loads(result.output)["findings"] if one["check"] == "conditions"]
+    [found] = [one for one in json.loads(result.stdout)["findings"] if one["check"] == "conditions"]
     return {"ok": 0}.get(found["status"], 2), f"{found['found']}; {found['fix']}"
 
 
