@@ -66,6 +66,10 @@ request waits in D's queue on two busy processors.
 """
 
 
+POLL_S = 0.03
+"""Tests wait for hundreds of conditions, most of which are true within milliseconds."""
+
+
 async def until(holds: Callable[[], Awaitable[bool]], what: str, bound_s: float = 60.0) -> None:
     """Wait until a condition is true."""
     deadline = asyncio.get_running_loop().time() + bound_s
@@ -73,7 +77,7 @@ async def until(holds: Callable[[], Awaitable[bool]], what: str, bound_s: float 
         if await holds():
             return
         assert asyncio.get_running_loop().time() < deadline, f"not within {bound_s:g} s: {what}"
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(POLL_S)
 
 
 @dataclass
@@ -253,11 +257,11 @@ class Proxy:
 
     async def row(self, request_id: str) -> dict[str, Any] | None:
         """The breakdown row of one request, once it ended."""
-        for _ in range(50):
+        for _ in range(round(5.0 / POLL_S)):
             found = await self.rows(request_id=request_id)
             if found:
                 return found[0]
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(POLL_S)
         return None
 
     async def rows(self, **query: Any) -> list[dict[str, Any]]:
