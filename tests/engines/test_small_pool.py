@@ -107,7 +107,6 @@ async def pair(
         client = await stack.enter_async_context(httpx.AsyncClient(timeout=60, trust_env=False))
         shared = {"vllm.long_prefill_token_threshold": SHARED_TOKENS}
         p_file = small_fleet(engine_python, tiny_model, 0, "p-", **shared)
-        await stack.enter_async_context(Fleet(p_file, folder / "p", with_proxy=False))
         bootstrap_url = p_file.bootstrap_url(0)
         assert bootstrap_url is not None
         bootstrap = Relay(bootstrap_url)
@@ -135,7 +134,10 @@ async def pair(
                 **{f"proxy.{key}": value for key, value in SETTINGS.items()},
             },
         )
-        await stack.enter_async_context(Fleet(d_file, folder / "d"))
+        # Both at the same time: each spends most of its start on one processor.
+        async with asyncio.TaskGroup() as starting:
+            starting.create_task(stack.enter_async_context(Fleet(p_file, folder / "p", with_proxy=False)))
+            starting.create_task(stack.enter_async_context(Fleet(d_file, folder / "d")))
         to_proxy = await stack.enter_async_context(
             httpx.AsyncClient(base_url=d_file.proxy_url(), timeout=120, trust_env=False)
         )
