@@ -7,11 +7,15 @@ from typing import Any
 
 from tests.engines.conftest import StartProxy
 from tests.engines.rig import REAL_ENGINES, Engines, Proxy
-from tests.proxy.sessions.turns import billing_line, conversation
+from tests.proxy.sessions.turns import billing_line, conversation, words
 
 pytestmark = REAL_ENGINES
 
 TURNS = 20
+WORDS, SYSTEM_WORDS = 40, 150
+"""Of a message, and of the system prompt besides: the detector knows a conversation by its first KiB. The cached share
+depends on the number of turns; engines compute three times as long for messages of 100 words.
+"""
 ENGINES = (0, 1)
 SETTINGS: dict[str, Any] = {"policy": {"name": "session_sticky"}, "offload": {"planner": "never", "params": {}}}
 
@@ -20,7 +24,8 @@ async def session(proxy: Proxy, *, line: bool) -> list[dict[str, Any]]:
     """The breakdown rows of a session's turns; its text is new, so nothing of it is cached before."""
     name, seed = uuid.uuid4().hex, uuid.uuid4().int
     for number in range(TURNS):
-        messages = conversation(number + 1, billing_line(number) if line else "", seed=seed, length=100)
+        system = f"{billing_line(number) if line else ''}{words(SYSTEM_WORDS, seed)} "
+        messages = conversation(number + 1, system, seed=seed, length=WORDS)
         answer = await proxy.client.post(
             "/v1/chat/completions",
             json={"model": proxy.model, "messages": messages, "max_tokens": 2, "stream": number % 2 == 0},
