@@ -22,12 +22,14 @@ from tests.engines.rig import BLOCK, REAL_ENGINES, Engines, Proxy, until_trusted
 
 pytestmark = [*REAL_ENGINES, pytest.mark.traces]
 
-REQUESTS = 60
+REQUESTS = 44
 TRACE_BLOCK = 64
 """Tokens of a block of the trace; each becomes one block of the engines, so prompts are a quarter as long."""
-LONGEST_TOKENS = 25_000
+LONGEST_TOKENS = 16_000
 """Longest prompt of the trace in a chosen session: a processor's attention to four times as many takes minutes."""
 MAX_OUTPUT_TOKENS = 12
+SPEED = "50"
+"""Times that of the trace: its 280 s then pass in 6 s."""
 POLICIES: dict[str, dict[str, Any]] = {
     # A session never leaves its engine, so that a busy machine does not change what is hit.
     "session_sticky": {"overload_floor_tokens": 10**9},
@@ -88,7 +90,7 @@ async def warmroute(*arguments: str) -> str:
 
 async def replay(proxy: Proxy, trace: Path, output: Path, seed: int) -> Run:
     flags = ["--endpoint", proxy.url, "--token-low", "10", "--token-high", "2000", "--timeout-s", "280"]
-    flags += ["--arrival-speed", "20", "--think-speed", "20", "--block-tokens", str(BLOCK), "--seed", str(seed)]
+    flags += ["--arrival-speed", SPEED, "--think-speed", SPEED, "--block-tokens", str(BLOCK), "--seed", str(seed)]
     await warmroute("replay", str(trace), "--output", str(output), "--label", output.stem, *flags)
     return read_run(output)
 
