@@ -30,7 +30,7 @@ pytestmark = REAL_ENGINES
 
 TOKENS = TokenRange(10, 2_000)
 TIMEOUT_S = 120.0
-SMALL, LARGE = 512, 8_192
+SMALL, LARGE = 512, 4_096
 
 
 async def test_a_prefill_among_streams_is_measured(engines: Engines) -> None:
