@@ -25,7 +25,9 @@ pytestmark = REAL_ENGINES
 P, D, OTHER, JUDGE = 0, 1, 2, 3
 IN_USE = "vllm:kv_cache_usage_perc"
 LEG_BOUND_S = 5.0
-"""Time limit of a leg that fails by it, before the request is answered without a hand-off."""
+"""Time limit of a leg that another event ends before it, or that an engine answers after it."""
+HANGS_S = 3.0
+"""Time limit of a leg that never ends, before the request is answered without a hand-off."""
 ENOUGH_S = 25.0
 """Time limit of legs that are to succeed: a busy machine must not make them fail."""
 PATIENT = {"first_byte_s": 30.0, "total_s": 60.0, "idle_s": 15.0}
@@ -33,6 +35,8 @@ PATIENT = {"first_byte_s": 30.0, "total_s": 60.0, "idle_s": 15.0}
 IN_TIME_S = 60.0
 """Answer to any of these requests: the bounds that one waits for add up to less than 40 s. vLLM alone never answers."""
 NEVER_S = 3600.0
+WATCHED = [(0.5, LEG_BOUND_S, "fell_back_p_gone"), (NEVER_S, HANGS_S, "fell_back_d_timeout")]
+"""Interval at which the proxy looks at P, bound on D's first token, and which of them ends the pull."""
 ABANDONED_S = 2.0
 """Time that a hanging pull stays open here; a D that runs has seats for all, so no queued leg is cut."""
 
@@ -118,13 +122,16 @@ def with_params(body: dict[str, Any], **changes: str) -> dict[str, Any]:
 # --- the engine id is wrong ---
 
 
-@pytest.mark.parametrize(("watch_interval_s", "reason"), [(0.5, "fell_back_p_gone"), (NEVER_S, "fell_back_d_timeout")])
-async def test_stale_engine_id(engines: Engines, start_proxy: StartProxy, watch_interval_s: float, reason: str) -> None:
+@pytest.mark.parametrize(("watch_interval_s", "first_token_timeout_s", "reason"), WATCHED)
+async def test_stale_engine_id(
+    engines: Engines, start_proxy: StartProxy, watch_interval_s: float, first_token_timeout_s: float, reason: str
+) -> None:
     """The proxy learned an engine id that P no longer has when D asks for it: D waits forever.
 
     Watching P ends this at the next check; without it the bound on D's first token does.
     """
-    pair = await start_pair(engines, start_proxy, watch_interval_s=watch_interval_s)
+    bounds: dict[str, Any] = {"watch_interval_s": watch_interval_s, "first_token_timeout_s": first_token_timeout_s}
+    pair = await start_pair(engines, start_proxy, **bounds)
     engine_id = (await pair.proxy.instance(engines.name(P)))["engine_id"].encode()
     pair.bootstrap.change = lambda answer: answer.replace(engine_id, b"0" * 8 + engine_id[8:])
 
@@ -169,11 +176,12 @@ async def test_bootstrap_unreachable_after_the_p_leg(engines: Engines, start_pro
     assert not any(pulls(body) for body in pair.d.bodies)
 
 
-@pytest.mark.parametrize(("watch_interval_s", "reason"), [(0.5, "fell_back_p_gone"), (NEVER_S, "fell_back_d_timeout")])
+@pytest.mark.parametrize(("watch_interval_s", "first_token_timeout_s", "reason"), WATCHED)
 async def test_bootstrap_unreachable_for_d(
-    engines: Engines, start_proxy: StartProxy, watch_interval_s: float, reason: str
+    engines: Engines, start_proxy: StartProxy, watch_interval_s: float, first_token_timeout_s: float, reason: str
 ) -> None:
-    pair = await start_pair(engines, start_proxy, watch_interval_s=watch_interval_s)
+    bounds: dict[str, Any] = {"watch_interval_s": watch_interval_s, "first_token_timeout_s": first_token_timeout_s}
+    pair = await start_pair(engines, start_proxy, **bounds)
 
     async def cut(path: str, body: dict[str, Any]) -> dict[str, Any]:
         if not pulls(body):
@@ -225,7 +233,7 @@ async def test_expired_at_p(engines: Engines, start_proxy: StartProxy) -> None:
 
 
 async def test_unknown_transfer_id(engines: Engines, start_proxy: StartProxy) -> None:
-    pair = await start_pair(engines, start_proxy)
+    pair = await start_pair(engines, start_proxy, first_token_timeout_s=HANGS_S)
 
     async def misname(path: str, body: dict[str, Any]) -> dict[str, Any]:
         return with_params(body, transfer_id="xfer-unknown") if pulls(body) else body
@@ -235,9 +243,10 @@ async def test_unknown_transfer_id(engines: Engines, start_proxy: StartProxy) ->
 
 
 async def test_reused_transfer_id(engines: Engines, start_proxy: StartProxy) -> None:
-    pair = await start_pair(engines, start_proxy, first_token_timeout_s=3 * LEG_BOUND_S)  # the first is to succeed
+    pair = await start_pair(engines, start_proxy, first_token_timeout_s=ENOUGH_S)
     await pair.check({"chosen"})
     used = next(body for body in pair.d.bodies if pulls(body))["kv_transfer_params"]["transfer_id"]
+    pair = await start_pair(engines, start_proxy, first_token_timeout_s=HANGS_S)
 
     async def reuse(path: str, body: dict[str, Any]) -> dict[str, Any]:
         return with_params(body, transfer_id=used) if pulls(body) else body
@@ -250,7 +259,7 @@ async def test_reused_transfer_id(engines: Engines, start_proxy: StartProxy) -> 
 
 
 async def test_p_hangs_in_its_leg(engines: Engines, start_proxy: StartProxy) -> None:
-    pair = await start_pair(engines, start_proxy, prefill_timeout_s=LEG_BOUND_S)
+    pair = await start_pair(engines, start_proxy, prefill_timeout_s=HANGS_S)
 
     async def hang(path: str, body: dict[str, Any]) -> dict[str, Any]:
         engines.signal(P, signal.SIGSTOP)
@@ -272,7 +281,7 @@ async def test_p_hangs_after_its_leg(engines: Engines, start_proxy: StartProxy) 
 
 async def test_p_hangs_while_d_pulls(engines: Engines, start_proxy: StartProxy) -> None:
     """A slow P is not a dead one, so the watch does not end this: the bound on D's first token does."""
-    pair = await start_pair(engines, start_proxy)
+    pair = await start_pair(engines, start_proxy, first_token_timeout_s=HANGS_S)
 
     async def hang(path: str, body: dict[str, Any]) -> dict[str, Any]:
         if pulls(body):
@@ -288,7 +297,9 @@ async def test_d_hangs_after_the_pull_began(engines: Engines, start_proxy: Start
     """D answers neither the pull nor the plain request that follows it: another instance answers."""
     # D reads the leg when it runs again: closed by then, it may end D's engine core (decision 8), for the next test.
     short = {**PATIENT, "first_byte_s": LEG_BOUND_S, "total_s": 14.0}
-    pair = await start_pair(engines, start_proxy, OTHER, timeouts=short, abandoned_s=60.0)
+    pair = await start_pair(
+        engines, start_proxy, OTHER, timeouts=short, abandoned_s=60.0, first_token_timeout_s=HANGS_S
+    )
     body = pair.proxy.body(fresh_prompt(700), stream=stream)
     hung: list[str] = []
 

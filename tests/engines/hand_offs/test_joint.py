@@ -17,7 +17,7 @@ pytestmark = REAL_ENGINES
 
 P, D, JUDGE = 0, 1, 3
 STREAMS = 4
-LEG_BOUND_S = 5.0
+LEG_BOUND_S = 3.0
 PULLED = "vllm:external_prefix_cache_hits_total"
 JOINT = {
     "name": "joint",
