@@ -307,8 +307,8 @@ async def test_a_cleared_cache_is_known(pair: SmallPair, listening: Proxy) -> No
         assert row["predicted_by_shadow_tokens"] == len(prompt) // BLOCK * BLOCK
 
 
-AGENTS, TURNS = 32, 6
-"""Each agent's context grows from 1,000 to 1,500 tokens: all of them need twice what both pools have."""
+AGENTS, TURNS = 24, 5
+"""Each agent's context grows from 1,000 to 1,400 tokens: in the end all of them need twice what both pools have."""
 ARRIVAL_S, THINK_S = 0.4, 1.5
 """Between two agents' first turns, and between an agent's answer and its next turn: most agents overlap."""
 
