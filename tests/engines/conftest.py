@@ -16,7 +16,7 @@ from launch.fleet.file import load_fleet
 from launch.run.supervisor import Fleet
 from proxy.settings import load_settings
 from tests.engines.relay import Relay
-from tests.engines.rig import ABORT_S, RUN_VARIABLE, Engines, Proxy, begin_prompts
+from tests.engines.rig import ABORT_S, QUICK_ENGINES, RUN_VARIABLE, Engines, Proxy, begin_prompts
 from tests.proxy.conftest import serving
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +31,7 @@ LAST = ("test_joint", "test_failures", "test_kills", "test_resume")
 """Abandoned pulls leave leaked blocks in the engines, kills cost a restart each."""
 
 FLEET_OVERRIDES = (
+    QUICK_ENGINES,
     # Separate ports: a fleet that already runs from the same file is not touched.
     "base_port=18201",
     "base_bootstrap_port=19201",

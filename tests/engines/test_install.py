@@ -14,6 +14,7 @@ import pytest
 
 from launch.cpu_engine import install
 from tests.engines.conftest import ROOT
+from tests.engines.rig import QUICK_START
 
 PINNED = re.compile(r"^([a-z0-9][a-z0-9._-]*)==\S+")
 
@@ -129,7 +130,14 @@ from launch.cpu_engine.tiny_model import main
 for seed in "01":
     main([{str(tmp_path)!r} + "/" + seed, "--seed", seed])
 """
-    subprocess.run([str(engine_python), "-c", twice], cwd=ROOT, check=True, timeout=240, capture_output=True)
+    subprocess.run(
+        [str(engine_python), "-c", twice],
+        cwd=ROOT,
+        env={**os.environ, **QUICK_START},
+        check=True,
+        timeout=240,
+        capture_output=True,
+    )
     made = {seed: files_of(tmp_path / str(seed)) for seed in (0, 1)}
     assert made[0] == files_of(tiny_model)
     weights = {seed: files.pop("model.safetensors") for seed, files in made.items()}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from launch.cpu_engine.plugin import warmroute_mooncake_cpu as plugin
-from tests.engines.rig import BLOCK
+from tests.engines.rig import BLOCK, QUICK_START
 
 
 class Shaped:
@@ -208,7 +208,13 @@ def test_with_the_real_torch_and_vllm(engine_python: Path, tiny_model: Path) -> 
     openmp = engine_python.parent.parent / "lib" / "libiomp5.so"  # as the launcher preloads it
     done = subprocess.run(
         [str(engine_python), "-c", REAL, str(tiny_model)],
-        env={**os.environ, plugin.START_METHOD: "fork", "HF_HUB_OFFLINE": "1", "LD_PRELOAD": str(openmp)},
+        env={
+            **os.environ,
+            **QUICK_START,
+            plugin.START_METHOD: "fork",
+            "HF_HUB_OFFLINE": "1",
+            "LD_PRELOAD": str(openmp),
+        },
         capture_output=True,
         text=True,
         timeout=240,

@@ -26,7 +26,17 @@ from launch.run.supervisor import Fleet
 from proxy.settings import load_settings
 from tests.engines.conftest import ROOT
 from tests.engines.relay import Relay
-from tests.engines.rig import BLOCK, REAL_ENGINES, Engines, Proxy, fresh_prompt, sse_data, until, until_trusted
+from tests.engines.rig import (
+    BLOCK,
+    QUICK_ENGINES,
+    REAL_ENGINES,
+    Engines,
+    Proxy,
+    fresh_prompt,
+    sse_data,
+    until,
+    until_trusted,
+)
 from tests.integration.published import nothing_from
 from tests.proxy.conftest import serving
 
@@ -77,6 +87,7 @@ def small_fleet(engine_python: Path, tiny_model: Path, number: int, prefix: str,
     return load_fleet(
         ROOT / "configs" / "fleets" / "vllm-cpu-4x.yaml",
         [
+            QUICK_ENGINES,
             "count=1",
             f"name_prefix={prefix}",
             f"base_port={18301 + number}",

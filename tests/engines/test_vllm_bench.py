@@ -15,7 +15,7 @@ import pytest_asyncio
 
 from tests.clients.table import TRAFFIC
 from tests.engines.conftest import StartProxy
-from tests.engines.rig import REAL_ENGINES, Engines, Proxy
+from tests.engines.rig import QUICK_START, REAL_ENGINES, Engines, Proxy
 
 pytestmark = REAL_ENGINES
 
@@ -44,6 +44,7 @@ async def bench(proxy: Proxy, python: Path, tokenizer: Path, folder: Path) -> di
     """The saved results of `BENCHES`: ten requests each, two at a time."""
     nowhere = "http://127.0.0.1:9"
     variables = {
+        **QUICK_START,
         **{"PATH": "/usr/bin:/bin", "HOME": str(folder), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
         **{"HTTP_PROXY": nowhere, "HTTPS_PROXY": nowhere, "NO_PROXY": "127.0.0.1", "VLLM_NO_USAGE_STATS": "1"},
     }

@@ -25,7 +25,7 @@ from launch.run.supervisor import Fleet
 from proxy.app import ProxyApp
 from proxy.settings import load_settings
 from tests.engines.conftest import ROOT
-from tests.engines.rig import REAL_ENGINES, fresh_prompt, many, sse_data, until
+from tests.engines.rig import QUICK_ENGINES, REAL_ENGINES, fresh_prompt, many, sse_data, until
 from tests.proxy.conftest import serving
 
 pytestmark = REAL_ENGINES
@@ -71,6 +71,7 @@ async def ranks(
     file = load_fleet(
         ROOT / "configs" / "fleets" / "vllm-cpu-4x.yaml",
         [
+            QUICK_ENGINES,
             "count=1",
             "name_prefix=engine-",
             "base_port=18501",

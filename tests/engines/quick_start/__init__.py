@@ -1,0 +1,1 @@
+"""Folder for ``PYTHONPATH``, so that engines of the tests start faster."""
