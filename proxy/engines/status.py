@@ -34,6 +34,12 @@ def is_failure(status: int, content: bytes = b"") -> bool:
     return status >= 500 and status != _NOT_IMPLEMENTED and not (status == _FAILED and _refuses_message(content))
 
 
+def may_be_the_requests_fault(status: int, content: bytes) -> bool:
+    """True for a 500 without vLLM's messages about itself: so it answers requests that its code does not expect."""
+    own = any(message.encode() in content for message in _OWN_FAILURES)
+    return status == _FAILED and len(content) <= _MAX_BYTES and not own
+
+
 def _refuses_message(content: bytes) -> bool:
     if len(content) > _MAX_BYTES or _CAUGHT.encode() not in content:
         return False

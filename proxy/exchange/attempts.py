@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import time
 from functools import cached_property
+from typing import NamedTuple
 
 from policies.row import RequestOutcome, Row
 from proxy.core import Core
 from proxy.errors import AttemptFailedError, RequestError, no_instance_error, out_of_sockets_error
 from proxy.exchange.poison import PoisonGuard
+from proxy.fleet.instances import Instance
 from proxy.fleet.reachability import outage
 from proxy.routing.retries import NO_RETRY_HEADER
+
+
+class _Failure(NamedTuple):
+    instance: Instance
+    error: str
+    sent_s: float
 
 
 class Attempts:
@@ -21,6 +29,9 @@ class Attempts:
         self._row = row
         self._headers = headers
         self._not_retried = ""
+        self._alike: list[_Failure] = []
+        """Failures in a row of different engines that may be the request's fault, all with ``_answer``."""
+        self._answer: bytes | None = None
         self.tried: set[str] = set()
         """Instances that failed."""
 
@@ -39,6 +50,42 @@ class Attempts:
         elif not core.retries.take(time.monotonic(), seen=failure.seen):
             self._not_retried = "not retried: the retry budget is exhausted (limits.retry_ratio, retry_min_per_s)"
         return not self._not_retried
+
+    def count(
+        self, instance: Instance, error: str, sent_s: float, *, refused: bool, answer: bytes | None = None
+    ) -> None:
+        """Record a failure before the first byte for the health of its instance.
+
+        Where all engines that were tried give the same answer, none has failed: a few such requests of one client would
+        close the fleet to all. The first failure counts until then: an engine that fails at everything must be left
+        out soon.
+
+        Args:
+            instance: where it was sent.
+            error: description of the failure.
+            sent_s: when it was sent (monotonic).
+            refused: the connection was refused.
+            answer: content of an answer that may be the request's fault.
+        """
+        alike = self._alike
+        if answer is not None and answer == self._answer and all(instance.url != each.instance.url for each in alike):
+            if len(alike) == 1:
+                alike[0].instance.breaker.forgive(time.monotonic())
+            alike.append(_Failure(instance, error, sent_s))
+            return
+        self.answered()
+        self._answer = answer
+        if answer is not None:
+            alike.append(_Failure(instance, error, sent_s))
+        self._core.instances.failed(instance, error, refused=refused, sent_s=sent_s)
+
+    def answered(self) -> None:
+        """Record that another engine answered otherwise than those that failed alike: they failed."""
+        if len(self._alike) > 1:
+            for each in self._alike:
+                self._core.instances.failed(each.instance, each.error, sent_s=each.sent_s)
+        self._alike.clear()
+        self._answer = None
 
     def failed(self, error: AttemptFailedError, *, after: AttemptFailedError | None) -> AttemptFailedError:
         """Record a failed attempt and return it; ``after`` is the one before."""

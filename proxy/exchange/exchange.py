@@ -12,7 +12,7 @@ from proxy.access.quotas import KeyLimitError
 from proxy.access.tenants import Visit
 from proxy.clients.inbound import Inbound
 from proxy.core import Core
-from proxy.engines.status import is_failure
+from proxy.engines.status import is_failure, may_be_the_requests_fault
 from proxy.engines.upstream import Answer, NoSocketError, NotAcceptedError, NotConnectedError, UpstreamError
 from proxy.errors import AttemptFailedError, dialect_of, draining_error
 from proxy.exchange.answer_headers import answer_headers
@@ -215,6 +215,7 @@ class Exchange:
         core, decode = self._core, self._decode  # an abandoned pull outlives its attempt
         answer: Answer | None = None
         opened = streamed = False
+        said: bytes | None = None
         sent_s = self._sent_s = time.monotonic()
         try:
             with Bound(self._loop, bound_s):
@@ -231,6 +232,7 @@ class Exchange:
             if is_failure(answer.status, first) or (
                 answer.status == 401 and core.forwarding.replaces_authorization(decode.settings)
             ):
+                said = first if may_be_the_requests_fault(answer.status, first) else None
                 raise UpstreamError(f"answered {answer.status}: {first[:200].decode('utf-8', 'replace')}")
             check_first(answer, first, streamed=streamed)
             opened = True
@@ -243,13 +245,14 @@ class Exchange:
             refused, own = isinstance(error, NotConnectedError), isinstance(error, NoSocketError)
             late = isinstance(error, NotAcceptedError)
             if not own and not (late and core.lag.explains(core.settings.timeouts.connect_s)):
-                core.instances.failed(decode, str(error), refused=refused, sent_s=sent_s)
+                self._attempts.count(decode, str(error), sent_s, refused=refused, answer=said)
             if error.seen:
                 self._attempts.guard.suspect(decode)
             raise AttemptFailedError(instance, str(error), seen=error.seen, own=own) from error
         finally:
             if answer is not None and not opened:
                 answer.close()
+        self._attempts.answered()
         core.instances.succeeded(decode, sent_s, complete=not streamed)
         if answer.status == 404:
             core.model_lists.not_found(decode, parsed.fields.model, first)

@@ -157,6 +157,13 @@ class Breaker:
         self._open(now_s, reason, refused)
         return True
 
+    def forgive(self, now_s: float) -> None:
+        """Take back one failure before the first byte, whose cause was the request. An open breaker stays open."""
+        if self.state is BreakerState.CLOSED and self._not_begun:
+            self._not_begun -= 1
+            self._failures.add(now_s, -1)
+            self._requests.add(now_s, -1)
+
     def stop(self, now_s: float, why: str) -> bool:
         """Open for a reason that counts of failures do not show. True unless it was open."""
         if self.state is BreakerState.OPEN:

@@ -219,6 +219,19 @@ def test_requests_sent_before_the_trial_cannot_undo_it() -> None:
     assert breaker.state is BreakerState.CLOSED
 
 
+def test_a_failure_that_is_forgiven_counts_neither_in_a_row_nor_in_the_window() -> None:
+    breaker = Breaker(HEALTH)
+    for step in range(30):
+        fail(breaker, 1000.0 + step / 10, 2)
+        breaker.forgive(1000.0 + step / 10)
+        breaker.forgive(1000.0 + step / 10)
+        assert breaker.failures_in_a_row == 0
+    assert breaker.state is BreakerState.CLOSED
+    fail(breaker, 1003.0, 3)
+    breaker.forgive(1003.0)
+    assert breaker.state is BreakerState.OPEN
+
+
 class Events(RuleBasedStateMachine):
     """Any sequence of requests, results, probes and restarts, against a second, slow count."""
 

@@ -1,0 +1,73 @@
+"""Requests that every engine answers with the same 500 count against none; an engine that fails at everything does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from proxy.engines.status import may_be_the_requests_fault
+from tests.proxy.conftest import Running, StartProxy, ledger_is_zero
+from tests.proxy.stub_engine import StubEngine
+
+OK = {"model": "stub", "prompt": list(range(200)), "max_tokens": 4}
+QUIET: dict[str, Any] = {"interval_s": 3600, "unhealthy_after": 2, "window_min_requests": 1000}
+
+
+def breakers(proxy: Running) -> list[tuple[str, int]]:
+    return [(str(each.breaker.state), each.breaker.failures_in_a_row) for each in proxy.core.instances]
+
+
+async def test_a_request_that_all_engines_fail_at_alike_closes_the_fleet_to_nobody(start_proxy: StartProxy) -> None:
+    proxy = await start_proxy(2, health=QUIET)
+    for engine in proxy.engines:
+        engine.mode = "error"
+    for _ in range(4):
+        answer = await proxy.client.post("/v1/completions", json=OK)
+        assert answer.status_code == 502
+        assert "2 attempt(s) failed" in answer.json()["error"]["message"]
+    assert breakers(proxy) == [("closed", 0), ("closed", 0)]
+    for engine in proxy.engines:
+        engine.mode = "ok"
+    assert (await proxy.client.post("/v1/completions", json=OK)).status_code == 200
+    assert ledger_is_zero(await proxy.settled())
+
+
+async def test_two_broken_engines_are_left_out_where_a_third_answers(start_proxy: StartProxy) -> None:
+    proxy = await start_proxy(3, policy={"name": "round_robin"}, health=QUIET)
+    for engine in proxy.engines[:2]:
+        engine.mode = "error"
+    for _ in range(6):
+        assert (await proxy.client.post("/v1/completions", json=OK)).status_code == 200
+    assert [state for state, _ in breakers(proxy)] == ["open", "open", "closed"]
+
+
+@pytest.mark.parametrize("mode", ["reset", "page"])
+async def test_failures_that_differ_count(start_proxy: StartProxy, mode: str) -> None:
+    proxy = await start_proxy(2, health=QUIET)
+    proxy.engines[0].mode, proxy.engines[1].mode = "error", mode
+    for _ in range(2):
+        assert (await proxy.client.post("/v1/completions", json=OK)).status_code == 502
+    assert [state for state, _ in breakers(proxy)] == ["open", "open"]
+
+
+async def test_the_only_engine_is_left_out_for_what_it_answers_to_everything(start_proxy: StartProxy) -> None:
+    proxy = await start_proxy(engines=[StubEngine(mode="error")], health=QUIET)
+    for _ in range(2):
+        assert (await proxy.client.post("/v1/completions", json=OK)).status_code == 502
+    assert [state for state, _ in breakers(proxy)] == ["open"]
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "may"),
+    [
+        (500, b'{"error":{"message":"","type":"InternalServerError","param":null,"code":500}}', True),
+        (500, b"Internal Server Error", True),
+        (500, b'{"error":{"message":"EngineCore encountered an issue."}}', False),
+        (500, b'{"error":{"message":"Internal server error"}}', False),
+        (503, b'{"error":{"message":"overloaded"}}', False),
+        (500, b"x" * 65_537, False),
+    ],
+)
+def test_what_may_be_the_requests_fault(status: int, content: bytes, may: bool) -> None:
+    assert may_be_the_requests_fault(status, content) is may
