@@ -74,15 +74,10 @@ class ServedModels:
         self.names: frozenset[str] = _NOBODY.union(*(models.names for models in self._lists.values()))
         """Models and adapters that an instance lists."""
         self._adapters = _NOBODY.union(*(models.adapters for models in self._lists.values()))
-        lengths = {name: models.lengths for name, models in self._lists.items()}
-        self._shorter = {model: steps for model in self.names if (steps := self._steps(model, lengths))}
-        self._longest: dict[str, int] = {}
-        if len(self._lists) == len(lists):
-            for model in self.names:
-                own = [lengths[name].get(model) for name, models in self._lists.items() if model in models.names]
-                known = [length for length in own if length is not None]
-                if len(known) == len(own):
-                    self._longest[model] = max(known)
+        self._lengths = {name: models.lengths for name, models in self._lists.items()}
+        self._shorter: dict[str, list[tuple[int, frozenset[str]]]] = {}
+        self._longest: dict[str, int | None] = {}
+        self._complete = len(self._lists) == len(lists)
         base = self.names - self._adapters
         self.sole_model = next(iter(base)) if len(base) == 1 else None
         """The one base model that all lists together have; None: several, or none."""
@@ -93,7 +88,9 @@ class ServedModels:
         With ``tokens``, also those that refuse a context of that length, but never all.
         """
         steps = self._shorter.get(model)
-        if steps is not None and (longer := bisect_left(steps, tokens, key=_LENGTH)):
+        if steps is None and model in self.names:  # at its first request: engines may have thousands of adapters
+            steps = self._shorter[model] = self._steps(model)
+        if steps and (longer := bisect_left(steps, tokens, key=_LENGTH)):
             return steps[longer - 1][1]
         found = self._lacking.get(model)
         if found is None:
@@ -103,13 +100,23 @@ class ServedModels:
         return found
 
     def longest(self, model: str) -> int | None:
-        """The longest context in tokens that an instance accepts; None: one that may serve the model reports none."""
-        return self._longest.get(model)
+        """The longest context in tokens that an instance accepts; None: one that may serve the model reports none.
 
-    def _steps(self, model: str, lengths: Mapping[str, Mapping[str, int]]) -> list[tuple[int, frozenset[str]]]:
+        O(1), for a model's first request O(instances).
+        """
+        if model not in self._longest:
+            own = [self._lengths[name].get(model) for name, each in self._lists.items() if model in each.names]
+            known = [length for length in own if length is not None]
+            found = max(known) if known and len(known) == len(own) and self._complete else None
+            if model not in self.names:  # a name that a client made up is not kept
+                return found
+            self._longest[model] = found
+        return self._longest[model]
+
+    def _steps(self, model: str) -> list[tuple[int, frozenset[str]]]:
         """By context length, ascending: the instances that are no longer, or lack the model; without one of all."""
-        known = {name: own[model] for name, own in lengths.items() if model in own}
-        if len(set(known.values())) < 2 and len(known) == len(self._lists):
+        known = {name: own[model] for name, own in self._lengths.items() if model in own}
+        if len(set(known.values())) < 2 and len(known) in (0, len(self._lists)):
             return []
         lacking = frozenset(name for name, models in self._lists.items() if model not in models.names)
         steps = [

@@ -98,8 +98,19 @@ def test_names_that_clients_make_up_are_not_kept() -> None:
     served = ServedModels({"a": BASE})
     for number in range(1000):
         served.lacking(f"made-up-{number}")
+        served.longest(f"made-up-{number}")
     served.lacking("base")
+    served.longest("base")
     assert set(served._lacking) == {"base"}
+    assert set(served._longest) == {"base"}
+
+
+def test_the_longest_context_is_known_if_every_engine_that_may_serve_the_model_reports_one() -> None:
+    short, long = listing({"id": "m", "max_model_len": 100}), listing({"id": "m", "max_model_len": 200})
+    assert ServedModels({"a": short, "b": long, "c": BASE}).longest("m") == 200
+    assert ServedModels({"a": short, "b": listing({"id": "m"})}).longest("m") is None
+    assert ServedModels({"a": short, "b": None}).longest("m") is None
+    assert ServedModels({"a": short}).longest("unknown") is None
 
 
 def test_a_name_that_is_a_base_model_here_and_an_adapter_there_is_no_base_model() -> None:
