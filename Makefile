@@ -76,7 +76,7 @@ test-fleets: $(READY) ## the tests that are slow since they start engines, proxi
 engines: $(READY) ## real vLLM engines on the CPU and a tiny model for them (about a minute, 7 GB)
 	$(BIN)/python -m launch.cpu_engine.install --venv $(ENGINES) $(ENGINES_FLAGS)
 
-test-engines: engines ## the proxy's tests on real engines (about 12 minutes)
+test-engines: engines ## the proxy's tests on real engines (about 15 minutes)
 	$(BIN)/python -m pytest -m engines --durations=30 --durations-min=2 tests/engines $(RERUN)
 
 test-clients: $(READY) ## LiteLLM, LangChain, AIPerf, GuideLLM, Claude Code, Codex against the proxy (about 3 minutes, 9 GB)

@@ -60,7 +60,7 @@ def test_retrieval() -> None:
     ("sentence", "folder", "load", "since_s", "share"),
     [
         ("load TTFT p90 is {}, {} and {} ms, surely less too", "routers-azure-h200-first", 1.0, 19.1, 0.9),
-        ("at 1.5 times TTFT p50 {}, {} and {} ms", "routers-azure-h200", 1.5, 11.6, 0.5),
+        ("at 1.5 times TTFT p50 is {}, {} and {} ms", "routers-azure-h200", 1.5, 11.6, 0.5),
     ],
 )
 def test_conversations(sentence: str, folder: str, load: float, since_s: float, share: float) -> None:
@@ -71,6 +71,34 @@ def test_conversations(sentence: str, folder: str, load: float, since_s: float, 
 def test_conversations_without_shared_steps() -> None:
     alone = _judged("routers-azure-h200", "warm,step_s=0", 1.5, 11.6)
     assert f"is {_first_ms(alone, 0.5)} ms (-47 % [-52, -42])" in _SECTION.replace("\n", " ")
+
+
+def _row(table: str, nth: int, arm: str) -> list[str]:
+    """Changes of an arm against `warm` in a table of that name: TTFT p50, p90, TPOT p50, p90, E2E p50, p90."""
+    shown = _PAGE.partition(f"<!-- {table}: begin -->")[2].partition(f"<!-- {table}: end -->")[0]
+    compared = shown.split("| against `warm`")[nth]
+    line = next(each for each in compared.splitlines() if each.startswith(f"| `{arm}` |"))
+    return [cell.strip() for cell in line.split("|")[3:9]]
+
+
+def test_changes_are_those_of_the_tables() -> None:
+    first = _row("short prompts, first", 1, "llmd_affinity")
+    retrieval = _row("short prompts, retrieval", 1, "llmd_affinity")
+    for place, metric in ((1, "TTFT p90"), (2, "TPOT p50"), (4, "E2E p50")):
+        [line] = [each for each in _SECTION.splitlines() if each.startswith(f"| {metric} |")]
+        cells = [cell.strip() for cell in line.split("|")]
+        assert cells[3] == first[place].removesuffix(" **better**")
+        assert cells[5] == retrieval[place].removesuffix(" **better**")
+    for table, nth, place, arms in (
+        ("short prompts, first", 1, 1, _ARMS[1:]),
+        ("short prompts, retrieval", 1, 1, (*_ARMS[1:], "warm,step_s=0")),
+        ("short prompts", 1, 0, (*_ARMS[1:], "warm,step_s=0")),
+    ):
+        assert all(_row(table, nth, arm)[place].endswith("**better**") for arm in arms)
+    assert _row("short prompts, retrieval", 1, "warm,step_s=0")[1] == "-34 % [-38, -30] **better**"
+    assert _row("short prompts", 1, "warm,step_s=0")[0] == "-47 % [-52, -42] **better**"
+    sure = [_row("short prompts", 2, arm) for arm in (*_ARMS[1:], "warm,slowdown=0", "warm,step_s=0")]
+    assert not any("**" in row[place] for row in sure for place in (0, 1, 4, 5))
 
 
 def test_all_were_answered() -> None:
