@@ -14,10 +14,11 @@
 # layers make KV smaller, and pools larger), MAX_MODEL_LEN (130000, must fit the pool), READY_S (300), PROXY_PORT (9090),
 # FIRST_PORT (8001; those of events and hand-over are 1000 and more above), TRANSFER (default none; tcp or nvlink: engines
 # that hand over KV with Mooncake, which the policy joint needs), SCHEDULING (default fcfs; priority: the engines compute
-# waiting prompts in the order that the proxy gives), LONG_PREFILL (0; most tokens of a step for one prompt), and SIMULATED=1 (simulated engines of the same pool and
+# waiting prompts in the order that the proxy gives), LONG_PREFILL (0; most tokens of a step for one prompt), MAX_NUM_SEQS
+# (32; requests that an engine computes together), and SIMULATED=1 (simulated engines of the same pool and
 # blocks instead, to rehearse without a GPU; ENGINE_SPEED times as fast, timed by the hardware profile PROFILE, h20).
 set -euo pipefail
-[ $# -eq 1 ] || { sed -n '2,20p' "$0"; exit 2; }
+[ $# -eq 1 ] || { sed -n '2,19p' "$0"; exit 2; }
 output=$(mkdir -p "$1" && cd "$1" && pwd)
 cd "$(dirname "$0")/../.."
 python=${ENGINE_PYTHON:-python3} model=${MODEL:-Qwen/Qwen3-0.6B} per_gpu=${PER_GPU:-4} longest=${MAX_MODEL_LEN:-130000}
@@ -62,13 +63,13 @@ for ((i = 0; i < count; i++)); do
   fi
   if [ -n "${SIMULATED:-}" ]; then
     setsid "$python" -m sim --port $((first + i)) --kv-capacity-tokens "$pool" --block-size "$block" --role "$role" \
-      --scheduling-policy "$scheduling" --long-prefill-token-threshold "$threshold" --max-model-len "$longest" --max-num-seqs 32 --bootstrap-port $((first + 1200 + i)) --engine-speed "${ENGINE_SPEED:-1}" \
+      --scheduling-policy "$scheduling" --long-prefill-token-threshold "$threshold" --max-model-len "$longest" --max-num-seqs "${MAX_NUM_SEQS:-32}" --bootstrap-port $((first + 1200 + i)) --engine-speed "${ENGINE_SPEED:-1}" \
       --profile "${PROFILE:-h20}" --kv-events-port $((first + 1000 + i)) --kv-events-replay-port $((first + 1100 + i)) > "$output/engine-$i.log" 2>&1 < /dev/null &
   else
     CUDA_VISIBLE_DEVICES=$((i / per_gpu)) MASTER_PORT=$((first + 1300 + i)) VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 \
       setsid "$python" -m vllm.entrypoints.openai.api_server --model "$model" --served-model-name q \
       --host 127.0.0.1 --port $((first + i)) --load-format "${LOAD_FORMAT:-auto}" --generation-config vllm \
-      --attention-backend FLASH_ATTN -cc '{"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY"}' --max-num-seqs 32 \
+      --attention-backend FLASH_ATTN -cc '{"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY"}' --max-num-seqs "${MAX_NUM_SEQS:-32}" \
       --scheduling-policy "$scheduling" --long-prefill-token-threshold "$threshold" --max-model-len "$longest" --hf-overrides "$overrides" --block-size "$block" \
       --gpu-memory-utilization 0.22 --kv-cache-memory-bytes "$pool_bytes" \
       --enable-prefix-caching --enable-prompt-tokens-details --kv-events-config "$events" "${handover[@]}" \
