@@ -73,6 +73,28 @@ def test_conversations_without_shared_steps() -> None:
     assert f"is {_first_ms(alone, 0.5)} ms (-47 % [-52, -42])" in _SECTION.replace("\n", " ")
 
 
+def test_a_gpu_each() -> None:
+    section = _PAGE.partition("### Short prompts, with a GPU each")[2].partition("<!-- ")[0].replace("\n", " ")
+    conversations, retrieval = (
+        [_judged(folder, label, 1.0, since_s) for label in ("warm,step_s=0", "warm")]
+        for folder, since_s in (("routers-azure-h200-2x", 28.8), ("routers-rag-h200-2x", 23.7))
+    )
+    first = [_first_ms(arm, 0.5) for arm in (*conversations, *retrieval)]
+    assert f"(TTFT p50 {first[0]} instead of {first[1]} ms for conversations, {first[2]} instead of" in section
+    assert f"instead of {first[3]} ms for retrieval)" in section
+    whole = [_mean_e2e(arm) for arm in (*conversations, *retrieval)]
+    assert f"(mean E2E {whole[0]} instead of {whole[1]} s, {whole[2]} instead of {whole[3]} s)" in section
+    sent = [each for name in ("azure", "rag") for run in _runs(f"routers-{name}-h200-2x") for each in run[2]]
+    assert all(each.ok for each in sent)
+    assert f"All {len(sent):,} requests were answered" in section
+    rows = [_row(f"short prompts, own GPUs{name}", 1, "warm,step_s=0") for name in ("", ", retrieval")]
+    for metric, place in (("TTFT p50", 0), ("TPOT p50", 2), ("E2E p50", 4)):
+        [line] = [each for each in _PAGE.splitlines() if each.startswith(f"| {metric} |") and rows[0][place] in each]
+        cells = [cell.strip() for cell in line.split("|")]
+        assert (cells[3], cells[5]) == (rows[0][place], rows[1][place])
+    assert not any("**" in cell for row in rows for cell in row)
+
+
 def _row(table: str, nth: int, arm: str) -> list[str]:
     """Changes of an arm against `warm` in a table of that name: TTFT p50, p90, TPOT p50, p90, E2E p50, p90."""
     shown = _PAGE.partition(f"<!-- {table}: begin -->")[2].partition(f"<!-- {table}: end -->")[0]

@@ -74,6 +74,28 @@ def test_agents_on_two_gpus() -> None:
     _all_answered(folder)
 
 
+def test_agents_beside_session_sticky() -> None:
+    folder = "routers-agents-h200-2x-second"
+    pair = _judged(folder, 46.6, "warm", "session_sticky")
+    longest, half = (
+        [f"{float(np.quantile([each.e2e_scheduled_s for each in arm], share)):.1f}" for arm in pair]
+        for share in (0.9, 0.5)
+    )
+    assert f"E2E p90 is {longest[0]} s, with `session_sticky` {longest[1]} s (its interval lies above zero" in _PAGE
+    assert f"(E2E p50 {half[0]} and {half[1]} s)" in _PAGE
+    whole, waits = [_mean(each, "e2e_scheduled_s") for each in pair], [_p90(each) for each in pair]
+    assert f"mean E2E {whole[0]} and {whole[1]} s, TTFT p90 {waits[0]} and\n{waits[1]} s." in _PAGE
+    assert f"than with `session_sticky` ({waits[0]} and {waits[1]} s)" in _README
+    rates = {
+        run.label: sum(each.hit_tokens for each in run.counters) / sum(each.lookup_tokens for each in run.counters)
+        for run in read_records(_ROOT / "docs" / "results" / folder).values()
+    }
+    assert f"hit rate, {rates['session_sticky']:.3f} beside {rates['warm']:.3f}" in _PAGE
+    [before] = _judged("routers-agents-h200-2x", 46.6, "warm")
+    assert f"`warm` itself took {_mean(before, 'e2e_scheduled_s')} s on\nthe other machine" in _PAGE
+    _all_answered(folder)
+
+
 def _all_answered(folder: str) -> None:
     sent = [each for records in _every(folder).values() for each in records]
     assert all(each.ok for each in sent)
