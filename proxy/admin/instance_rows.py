@@ -68,9 +68,7 @@ def _row(
         "index_capacity_blocks": state.index.capacity(instance.name),
         "kv_events": _kv_events(core, instance.name),
         "engine": {
-            "running": instance.running,
-            "waiting": instance.waiting,
-            "kv_usage": instance.kv_usage,
+            **instance.reported._asdict(),
             "kv_capacity_tokens": instance.kv_capacity_tokens,
             "block_tokens": instance.block_tokens,
         },

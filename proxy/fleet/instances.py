@@ -13,6 +13,7 @@ from policies.types import Role
 from proxy.errors import AttemptFailedError
 from proxy.fleet.breaker import Breaker, BreakerState
 from proxy.fleet.models import ModelList, ServedModels
+from proxy.fleet.reported import NOT_REPORTED, ReportedLoad
 from proxy.settings import HealthSettings, InstanceSettings
 
 log = logging.getLogger("warmroute.health")
@@ -64,9 +65,7 @@ class Instance:
     """Time of the last reading of ``models`` outside of the probes (monotonic)."""
     block_tokens: int | None = None
     kv_capacity_tokens: int = 0
-    kv_usage: float = 0.0
-    running: int = 0
-    waiting: int = 0
+    reported: ReportedLoad = NOT_REPORTED
     restarts: int = 0
     looked_up_tokens: float | None = None
     """Prompt tokens that its engine has looked up in its cache, as reported last."""
@@ -364,7 +363,7 @@ class Instances:
         instance.good_probes_in_a_row = 0
         instance.bad_probes_in_a_row += 1
         if refused or instance.bad_probes_in_a_row >= self._health.unhealthy_after:
-            instance.up = False
+            instance.up, instance.reported = False, NOT_REPORTED
         self._update(instance)
 
     def restarted(self, which: Instance | str) -> None:

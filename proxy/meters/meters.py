@@ -114,7 +114,9 @@ class Meters:
         meter.caching_off = caching == "False"
         meter.count(counters, now_s)
         ledger = self._state.ledger.joint_requests(instance.name)
-        meter.readings.append(LoadReading(ledger, instance.running + instance.waiting, short + self.further_sequences))
+        requests = instance.reported.requests
+        if requests is not None:
+            meter.readings.append(LoadReading(ledger, requests, short + self.further_sequences))
 
     def restarted(self, name: str) -> None:
         """Begin again for an engine that restarted."""
@@ -195,8 +197,8 @@ class Meters:
             "prediction_error": sums.prediction_error(),
             "index_trust": self.trust(name),
             "ledger_requests": self._state.ledger.requests(name),
-            "engine_running": instance.running,
-            "engine_waiting": instance.waiting,
+            "engine_running": instance.reported.running,
+            "engine_waiting": instance.reported.waiting,
             "transfer_error": sums.transfer_error(),
             "engine_counters": {key: int(value) for key, value in sorted(meter.counted.items())},
             "drift": [check for check, found in self.failing.items() if name in found],

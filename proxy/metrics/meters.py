@@ -84,8 +84,8 @@ class MeterMetrics(Collector):
             meter = self._meters.of(instance.name)
             sums = meter.sums(now_s)
             for figure, value in (
-                ("engine_running_requests", instance.running),
-                ("engine_waiting_requests", instance.waiting),
+                ("engine_running_requests", instance.reported.running),
+                ("engine_waiting_requests", instance.reported.waiting),
                 ("prediction_error_ratio", sums.prediction_error()),
                 ("transfer_error_ratio", sums.transfer_error()),
             ):

@@ -14,6 +14,7 @@ from proxy.engines.shortage import own_shortage
 from proxy.fleet.instances import Instance
 from proxy.fleet.model_lists import AnotherServerError
 from proxy.fleet.reachability import diagnosis
+from proxy.fleet.reported import ReportedLoad
 from proxy.handoff.legs import query_engine_ids
 from proxy.meters.reading import EngineFigures, MetricsReading
 
@@ -160,8 +161,7 @@ class HealthMonitor:
 
     def _take(self, instance: Instance, figures: EngineFigures) -> None:
         """Take one instance's part of a reading."""
-        instance.running = instance.running if figures.running is None else figures.running
-        instance.waiting = instance.waiting if figures.waiting is None else figures.waiting
+        instance.reported = ReportedLoad(figures.running, figures.waiting, figures.kv_usage)
         self._saw_start(instance, figures)
         # Not the number of requests: D has nothing to compute while P prefills for it.
         pending_tokens = self._core.router.state.ledger.account(instance.name).pending_prefill_tokens
@@ -171,7 +171,6 @@ class HealthMonitor:
         short = self._core.short_load.requests(instance.name)
         self._core.meters.probed(instance, figures.counters, figures.caching, short, time.monotonic())
         if figures.kv_usage is not None:
-            instance.kv_usage = figures.kv_usage
             used_tokens = int(figures.kv_usage * instance.kv_capacity_tokens)
             self._core.router.state.set_usage(instance.name, used_tokens)
             self._core.leaks.observe(

@@ -209,6 +209,7 @@ def test_an_engine_that_dies_is_shown_as_down(proxy: LiveProxy, open_page: OpenP
     try:
         card = page.locator('[data-instance="engine-3"]')
         expect(card).to_have_class(re.compile("bad"))
+        expect(card).to_contain_text("engine: no figures")
         expect(page.locator("#fleet-summary")).to_contain_text("3 of 4 healthy")
         page.keyboard.press("5")
         expect(page.locator('[data-condition="instances"]')).to_contain_text("not met")
@@ -217,3 +218,4 @@ def test_an_engine_that_dies_is_shown_as_down(proxy: LiveProxy, open_page: OpenP
         engine.start()
     page.keyboard.press("1")
     expect(page.locator("#fleet-summary")).to_contain_text("4 of 4 healthy", timeout=30_000)
+    expect(page.locator('[data-instance="engine-3"]')).to_contain_text("engine 0 + 0 waiting")

@@ -76,9 +76,10 @@ def instance_families(router: Router, instances: Instances, events: EventSubscri
             ("recent_tokens", load.recent_tokens),
             ("sessions", router.state.sessions.count(name)),
             ("index_blocks", router.state.index.blocks(name)),
-            ("kv_usage_ratio", instance.kv_usage),
+            ("kv_usage_ratio", instance.reported.kv_usage),
         ):
-            gauges[figure].add_metric([name], float(value))
+            if value is not None:
+                gauges[figure].add_metric([name], float(value))
     yield from gauges.values()
     specialists = _specialists()
     specialists.add_metric([], len(router.state.specialists.names))

@@ -67,6 +67,24 @@ async def test_the_error_of_a_probe_names_what_was_not_answered(start_proxy: Sta
     assert "no answer within 0.5 s (health.timeout_s): check host and port" in health
 
 
+async def test_an_engine_that_reports_nothing_has_no_figures(start_proxy: StartProxy) -> None:
+    engines = [StubEngine(metrics_delay_s=3600), StubEngine(running=3, kv_usage=0.25)]
+    proxy = await start_proxy(engines=engines, health={**PROBED_BY_HAND, "timeout_s": 0.5, "unhealthy_after": 1})
+
+    async def figures(name: str) -> tuple[Any, list[str]]:
+        engine, lines = (await shown(proxy, name))["engine"], (await proxy.client.get("/metrics")).text.splitlines()
+        own = [line for line in lines if f'instance="{name}"' in line]
+        kept = ("engine_running_requests", "engine_waiting_requests", "kv_usage_ratio")
+        found = [line.rpartition(" ")[2] for each in kept for line in own if f"warmroute_instance_{each}{{" in line]
+        return (engine["running"], engine["waiting"], engine["kv_usage"]), found
+
+    assert await figures("inst-0") == ((None, None, None), [])
+    assert await figures("inst-1") == ((3, 0, 0.25), ["3.0", "0.0", "0.25"])
+    await engines[1].stop()
+    await proxy.operations.fleet.probe(proxy.core.instances["inst-1"])
+    assert await figures("inst-1") == ((None, None, None), [])
+
+
 async def test_the_index_takes_another_block_size_once_all_engines_have_it(
     start_proxy: StartProxy, caplog: pytest.LogCaptureFixture
 ) -> None:

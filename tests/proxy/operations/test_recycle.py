@@ -39,7 +39,7 @@ async def test_an_engine_that_leaks_is_rested_until_it_was_restarted(start_proxy
     for usage in (0.05, 0.09, 0.3):  # climbs, as after several abandoned pulls
         assert (await instances(proxy))[leaking]["recycle_wanted"] is None
         engine.kv_usage = usage
-        await proxy.until(lambda: proxy.core.instances[leaking].kv_usage == engine.kv_usage)
+        await proxy.until(lambda: proxy.core.instances[leaking].reported.kv_usage == engine.kv_usage)
     await proxy.until(lambda: proxy.core.instances[leaking].recycle_wanted is not None)
 
     row = (await instances(proxy))[leaking]

@@ -51,7 +51,8 @@ function updateCard({ element, parts }, row, busiest) {
   say(parts.hit, `hit rate ${share(row.recent?.hit_rate)}`);
   say(parts.first, `first token ${ms(row.recent?.first_byte_ms)}`);
   say(parts.sessions, `${count(row.sessions)} sessions`);
-  say(parts.queue, `engine ${row.engine.running} + ${row.engine.waiting} waiting`);
+  const reported = row.engine.running !== null || row.engine.waiting !== null;
+  say(parts.queue, reported ? `engine ${count(row.engine.running)} + ${count(row.engine.waiting)} waiting` : "engine: no figures");
   const trouble = kind === "good" ? "" : (row.recycle_wanted ?? row.last_error ?? row.breaker.why ?? "");
   say(parts.error, trouble);
   parts.error.hidden = trouble === "";
