@@ -110,25 +110,27 @@ STEPS = st.lists(
 
 
 @pytest.mark.parametrize("rule", RULES, ids=["default", "often", "briefly", "cap"])
-@pytest.mark.parametrize("explains", [True, False], ids=["places", "no-places"])
 @given(STEPS)
 @settings(max_examples=30, deadline=None)
-def test_the_same_requests_are_sent_as_by_asking_about_all(
-    rule: WorkingSet | SessionCap, explains: bool, steps: list[Step]
-) -> None:
-    asking, selecting = Fleet(Unbounded(rule)), Fleet(rule, explains=explains)
+def test_the_same_requests_are_sent_as_by_asking_about_all(rule: WorkingSet | SessionCap, steps: list[Step]) -> None:
+    asking = Fleet(Unbounded(rule))
+    selecting = {"places": Fleet(rule, explains=True), "no places": Fleet(rule, explains=False)}
+    fleets = (asking, *selecting.values())
     now_s = 0.0
     for step in steps:
         now_s += step.wait_s
-        for fleet in (asking, selecting):
+        for fleet in fleets:
             fleet.play(step, now_s)
-        assert selecting.state.accounts.contexts() == asking.state.accounts.contexts()
-    assert selecting.sent == asking.sent
-    assert len(selecting.gate) == len(asking.gate)
-    for fleet in (asking, selecting):
+        contexts = asking.state.accounts.contexts()
+        for name, fleet in selecting.items():
+            assert fleet.state.accounts.contexts() == contexts, name
+    for fleet in fleets:
         fleet.state.accounts.expire(now_s)
-    assert selecting.state.accounts.contexts() == asking.state.accounts.contexts()
-    assert selecting.state.accounts.return_share == asking.state.accounts.return_share
+    for name, fleet in selecting.items():
+        assert fleet.sent == asking.sent, name
+        assert len(fleet.gate) == len(asking.gate), name
+        assert fleet.state.accounts.contexts() == asking.state.accounts.contexts(), name
+        assert fleet.state.accounts.return_share == asking.state.accounts.return_share, name
 
 
 class Evictions(Residency):
