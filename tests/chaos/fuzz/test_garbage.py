@@ -47,6 +47,7 @@ def _no_collector() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
+    gc.unfreeze()
 
 
 def left() -> Counter[str]:
