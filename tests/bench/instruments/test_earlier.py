@@ -22,6 +22,8 @@ from warmroute_yaml import HARDWARE_FOLDER
 
 RECORDS = INSTRUMENTS / "h200-128"
 SHIPPED = "h200-nvlink-128"
+ONE_STEP = re.compile(r"\.step\.(frontend|decode|decode_experts|prefill|prefill_floor)_s")
+"""Seconds of a whole step. A fit that ends at its bound, 0, leaves some nanoseconds, others on another processor."""
 
 
 def run(*arguments: object) -> Result:
@@ -68,7 +70,9 @@ def test_a_shipped_profile_is_the_fit_of_the_committed_records(name: str, record
     shipped, refit = (numbers(load_profile(each).model_dump()) for each in (name, str(tmp_path / f"{name}.yaml")))
     assert shipped.keys() == refit.keys()
     for path, value in refit.items():
-        assert shipped[path] == (pytest.approx(value, rel=2e-3) if isinstance(value, float) else value), path
+        least = 1e-6 if ONE_STEP.fullmatch(path) else 0.0
+        close = pytest.approx(value, rel=2e-3, abs=least) if isinstance(value, float) else value
+        assert shipped[path] == close, path
 
 
 def test_records_of_both_transports_are_in_one_profile(made: Path) -> None:
