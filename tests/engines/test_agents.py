@@ -53,20 +53,24 @@ async def test_claude_code(engines: Engines, start_proxy: StartProxy, node: Clie
     relay = await start_proxy.relay(engines.file.url(0))
     proxy = await start_proxy(0, urls={0: relay.url}, timeouts=TIMEOUTS)
     claude = ClaudeCode.of(node, platform)
-    # The tiny model never ends its turn: the client reports that its answer was cut.
     done = await claude.start(proxy.url, "tiny", "-p", "Say done.", CLAUDE_CODE_MAX_OUTPUT_TOKENS="16")
     result: dict[str, Any] = json.loads(done.out)
-    assert result["api_error"] == "max_output_tokens"
     await proxy.settled()
+    # The tiny model hardly ever ends its turn: the client reports that its answer was cut.
+    cut = b'"stop_reason":"max_tokens"' in relay.answers[-1].replace(b" ", b"")
+    assert result.get("api_error") == ("max_output_tokens" if cut else None)
     rows = await proxy.rows()
     # vLLM 0.18 refuses the first request for a system message in `messages`; the client repeats it without.
     assert [row["outcome"] for row in rows[:2]] == ["engine_refused", "ok"]
     [refusal] = refusals(relay.answers)
     assert "Input should be 'user' or 'assistant'" in refusal
     answered = rows[1:]
-    assert {(row["outcome"], row["stream"], row["completion_tokens"]) for row in answered} == {("ok", True, 16)}
+    assert {(row["outcome"], row["stream"]) for row in answered} == {("ok", True)}
+    tokens = [row["completion_tokens"] for row in answered]
+    assert all(each == 16 for each in (tokens if cut else tokens[:-1]))
+    assert tokens[-1] <= 16
     assert {row["session_id"] for row in rows} == {result["session_id"]}
-    assert result["usage"]["output_tokens"] == 16 * len(answered)
+    assert result["usage"]["output_tokens"] == sum(tokens)
     check_traffic("claude_code", rows)
 
 
