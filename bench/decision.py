@@ -249,13 +249,14 @@ class Loop:
         times = self.times_ns
         t0 = clock()
         row.note_leg("first_token", *router.routing.prefilled(routed.commitment, 0.2))
-        routed.commitment.decode.first_token()
+        router.routing.began(routed.commitment, 1e9)
         t1 = clock()
         row.actual_cached_tokens, row.completion_tokens, row.events = row.predicted_cached_tokens, 80, 80
         row.status, row.outcome = 200, RequestOutcome.OK
         row.stages_ms |= {"first_byte": 200.0, "total": 900.0}
         t2 = clock()
-        routed.commitment.release(1e9)
+        router.routing.answered(routed.commitment, 80, 1e9 + 0.7)
+        routed.commitment.release(1e9 + 0.7)
         t3 = clock()
         self._breakdown.close_row(row)
         t4 = clock()

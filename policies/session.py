@@ -196,17 +196,36 @@ class RoutingSession:
         choice = with_room(request, fleet, room_on) if room_on else fleet
         return with_part(choice, self.part) if self.part else choice
 
+    def began(self, commitment: Commitment, now_s: float, *, streamed: bool = True) -> None:
+        """The first bytes of an answer have come from D: its first token if it is ``streamed``, else all of it.
+
+        Steps are watched by first tokens, and only where no other replica sends prefills too.
+        """
+        state, job, lease = self.state, commitment.workload.decode, commitment.decode
+        lease.first_token()
+        if streamed and lease.instance not in state.ledger.remote and commitment.decode_known:
+            if lease.new_tokens:
+                state.costs.ran_beside(job, now_s)
+            commitment.stream = state.costs.watch.began(lease.instance, now_s)
+
+    def answered(self, commitment: Commitment, tokens: int | None, now_s: float) -> None:
+        """The last of ``tokens`` tokens of a stream has come from D; None: their number is not known."""
+        if commitment.stream is not None and tokens is not None:
+            self.state.costs.answered(commitment.stream, tokens, now_s)
+
     def prefilled(self, commitment: Commitment, seconds: float) -> LegTime:
         """Learn from D's first token of a request that ran co-located."""
         ordered = commitment.decode.due_s is not None
         return LegTime(self.state.costs.prefilled(commitment.workload.decode, seconds, ordered=ordered), seconds)
 
-    def prefilled_on_p(self, commitment: Commitment, seconds: float) -> LegTime:
+    def prefilled_on_p(self, commitment: Commitment, seconds: float, now_s: float) -> LegTime:
         """Learn from a P leg that succeeded; its KV is held for D from now on."""
         commitment.end_prefill()
         job, lease = commitment.workload.prefill, commitment.prefill
         assert job is not None
         assert lease is not None
+        if commitment.prefill_known:
+            self.state.costs.ran_beside(job, now_s)
         return LegTime(self.state.costs.prefilled(job, seconds, ordered=lease.due_s is not None), seconds)
 
     def handed_over(self, commitment: Commitment, seconds: float, now_s: float) -> LegTime:

@@ -15,6 +15,7 @@ from policies.admission.residency import Residency
 from policies.admission.turns import Turn
 from policies.costs.book import CostBook, Workload
 from policies.costs.order import PrefillOrder
+from policies.costs.step_watch import WatchedStream
 from policies.holds import Holds, KvHold
 from policies.hotspots import HotspotTracker, is_hotspot
 from policies.ledger import Lease, Ledger
@@ -44,6 +45,7 @@ class Commitment:
         "_turn",
         "decode",
         "prefill",
+        "stream",
         "workload",
     )
 
@@ -72,6 +74,8 @@ class Commitment:
         self.prefill = prefill
         self.workload = workload
         """Work of D and P, for the cost models."""
+        self.stream: WatchedStream | None = None
+        """Its answer, while D streams it."""
 
     @property
     def decode_known(self) -> bool:
@@ -137,6 +141,9 @@ class Commitment:
             state.accounts.ended(self._turn, now_s, cached_tokens, state.costs.prefill)
         if self._hold is not None:
             self._hold.orphan((now_s or 0.0) + hold_s)
+        if self.stream is not None:
+            self._state.costs.watch.ended(self.stream, now_s)
+            self.stream = None
         self._end_offload()
         self.decode.release()
         self._promised.kept()
@@ -236,6 +243,7 @@ class FleetState:
             self.shared.forget(instance)
         self.ledger.forget_recent(instance)
         self.holds.forget(instance)
+        self.costs.watch.forget(instance)
 
     def set_capacity(self, instance: str, kv_capacity_tokens: int, block_tokens: float) -> None:
         """Set the engine's KV pool in tokens, which bounds its shadow index."""
@@ -355,18 +363,10 @@ class FleetState:
             seconds = self.costs.prefill.seconds(prompt_tokens - cached_tokens, cached_tokens)
             specialists.prefilled(seconds, now_s)
         if heavy or specialists.names:
-            pools = [view.kv_capacity_tokens for view in views]
-            remote = accounts.remote
-            load = FleetLoad(
-                share=specialists.share(now_s),
-                instances=len(views),
-                working_set_tokens=specialists.contexts.working_set_tokens(accounts.active_tokens, now_s)
-                + remote.active_tokens
-                + remote.kept_tokens,
-                pool_tokens=sum(pools) if all(pools) else 0,
-                lost_share=accounts.lost_share(len(views), now_s) + remote.lost_share,
-            )
-            specialists.update(views, load, now_s)
+            remote, used = accounts.remote, specialists.contexts.working_set_tokens(accounts.active_tokens, now_s)
+            used += remote.active_tokens + remote.kept_tokens
+            lost_share = accounts.lost_share(len(views), now_s) + remote.lost_share
+            specialists.update(views, FleetLoad.of(views, specialists.share(now_s), used, lost_share), now_s)
 
     def share(self, shared: SharedSessions, turn: int = 0) -> None:
         """Share sessions with other replicas from now on.

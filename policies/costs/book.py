@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from policies.costs.formulas import Costs, PrefillModel, TransferJob, TransferModel, pair_transport
 from policies.costs.short_prefills import ShortPrefills
+from policies.costs.short_step import StepFit
+from policies.costs.step_watch import StepWatch, WatchedStream
 from policies.costs.transfer_constants import KV_BYTES_PER_TOKEN
 from policies.pool import tokens_over
 from policies.types import InstanceView, RequestView
@@ -85,10 +87,12 @@ class CostBook:
         self.short_prefills = ShortPrefills()
         self.transfer = transfer or TransferModel()
         self.bytes_per_token = bytes_per_token
+        self.steps = StepFit()
+        self.watch = StepWatch()
 
     def at(self, now_s: float) -> Costs:
         """Snapshot of the models for a decision at ``now_s``."""
-        return Costs(self.prefill, self.transfer, now_s, self.bytes_per_token)
+        return Costs(self.prefill, self.transfer, now_s, self.bytes_per_token, self.steps.short_step)
 
     def prefilled(self, job: PrefillJob, seconds: float, *, ordered: bool = False) -> float:
         """Learn from a first token after ``seconds``; returns the predicted seconds.
@@ -128,6 +132,15 @@ class CostBook:
         self.transfer = self.transfer.settled(job.pair, ok=True)
         return max(predicted_s, queue_s)
 
+    def ran_beside(self, job: PrefillJob, now_s: float) -> None:
+        """A prefill has ended on its instance, and so ran in steps of the streams there."""
+        seconds = self.prefill.formula_s(job.new_tokens, job.cached_tokens) - self.prefill.fixed_s
+        self.watch.prefilled(job.instance, job.new_tokens, seconds, now_s)
+
+    def answered(self, stream: WatchedStream, tokens: int, now_s: float) -> None:
+        """Learn from the last of a stream's ``tokens`` tokens."""
+        self.steps.observe(self.watch.beside(stream, tokens - 1, now_s))
+
     def handed_over(self, job: TransferJob) -> None:
         """Count a successful hand-off whose first token was not timed."""
         self.transfer = self.transfer.settled(job.pair, ok=True)
@@ -137,5 +150,6 @@ class CostBook:
         self.transfer = self.transfer.settled(job.pair, ok=False)
 
     def forget(self, instance: str) -> None:
-        """Drop the learned values of all pairs of an instance that left the fleet."""
+        """Drop the learned values of all pairs of an instance that left the fleet, and its steps."""
         self.transfer = self.transfer.without(instance)
+        self.watch.forget(instance)

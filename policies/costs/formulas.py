@@ -12,6 +12,7 @@ from math import exp, inf
 from typing import NamedTuple
 
 from policies.costs.estimates import UNKNOWN, LearnedRatio, bucket_of, nearest_bucket
+from policies.costs.short_step import UNKNOWN_STEP, ShortStep
 from policies.costs.transfer_constants import (
     KV_BYTES_PER_TOKEN,
     PUBLISHED,
@@ -256,7 +257,7 @@ class PrefillModel:
         if new_tokens <= 0:
             return TimeEstimate(self.fixed_s, 0.0)
         estimate = nearest_bucket(self._buckets, bucket_of(new_tokens))
-        return TimeEstimate(self._formula(new_tokens, cached_tokens) * exp(estimate.log_ratio), estimate.sigma)
+        return TimeEstimate(self.formula_s(new_tokens, cached_tokens) * exp(estimate.log_ratio), estimate.sigma)
 
     def seconds(self, new_tokens: float, cached_tokens: float) -> float:
         """``predict(...).seconds`` without the spread, at half of its cost."""
@@ -311,7 +312,7 @@ class PrefillModel:
             return self
         bucket = bucket_of(new_tokens)
         before = nearest_bucket(self._buckets, bucket)
-        expected_s = self._formula(new_tokens, cached_tokens)
+        expected_s = self.formula_s(new_tokens, cached_tokens)
         # The expected queueing time is subtracted, but the rest is at least a tenth of the formula.
         computing_s = max(seconds - queue_s, 0.1 * min(expected_s, seconds))
         learned = before.learn(expected_s, computing_s, 0.0, self.weight)
@@ -325,15 +326,17 @@ class PrefillModel:
             {**self._buckets, bucket: learned},
         )
 
-    def _formula(self, new_tokens: float, cached_tokens: float) -> float:
+    def formula_s(self, new_tokens: float, cached_tokens: float) -> float:
+        """Seconds of one prefill by the constants alone, without what was learned."""
         attended = new_tokens * (cached_tokens + new_tokens / 2)
         return self.fixed_s + self.s_per_token * new_tokens + self.s_per_token_squared * attended
 
 
 class Costs(NamedTuple):
-    """Both models at one moment."""
+    """All models at one moment."""
 
     prefill: PrefillModel = PrefillModel()
     transfer: TransferModel = TransferModel()
     now_s: float = 0.0
     bytes_per_token: float = KV_BYTES_PER_TOKEN
+    short_step: ShortStep = UNKNOWN_STEP

@@ -52,6 +52,12 @@ class FleetLoad(NamedTuple):
     lost_share: float
     """Share of the fleet's time that recomputing evicted contexts takes."""
 
+    @classmethod
+    def of(cls, views: Sequence[InstanceView], share: float, working_set_tokens: int, lost_share: float) -> FleetLoad:
+        """Load of these instances together."""
+        pools = [view.kv_capacity_tokens for view in views]
+        return cls(share, len(views), working_set_tokens, sum(pools) if all(pools) else 0, lost_share)
+
 
 def wanted(current: int, load: FleetLoad, *, settled: bool = True) -> int:
     """Number of specialists, at most one more or one less than ``current`` unless a bound permits fewer.

@@ -192,8 +192,8 @@ class Migrate(Warm):
         views, costs = fleet.instances, fleet.costs or Costs()
         sender = views[home]
         queue_s, crowd_s, _, own_s, _ = terms
-        room_s = self._room_s(request, sender)
-        stalled_s = self.others_weight * sender.requests * (own_s if sender.prefilling else own_s + self.step_s)
+        room_s, step_s = self._room_s(request, sender), self.short_step_s(fleet)
+        stalled_s = self.others_weight * sender.requests * (own_s if sender.prefilling else own_s + step_s)
         if fleet.offloads_in_flight >= self.max_in_flight:
             return OffloadReason.CAP_REACHED
         light = [place for place, load in enumerate(loads) if load <= self.target_share * loads[home]]
@@ -205,7 +205,7 @@ class Migrate(Warm):
             return OffloadReason.NO_ROOM_ON_D
         bounds = []
         for place in roomy:
-            decode_s = (self.step_s + self.stream_s) * views[place].requests
+            decode_s = (step_s + self.stream_s) * views[place].requests
             least_s = max(queue_s + own_s, queues[place]) + crowd_s + room_s + stalled_s + decode_s
             bounds.append((least_s, place, decode_s))
         best: _Move | None = None

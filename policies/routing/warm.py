@@ -45,8 +45,10 @@ class Warm(ColumnPolicy):
     2607.08565), queue and batch as factors of each other LMetric's (arXiv 2603.15202); seconds throughout, the sum in
     place of the product, the shared steps and the room are ours; ``step_s`` is the difference between a step with a
     short prefill and one without, with about 20 streams (vLLM 0.20.2 on an H200: 48 ms and half a millisecond for each
-    stream, against 9 to 22 ms: configs/hardware/h200.yaml). 0 for ``others_weight``, ``queue_crowd``, ``step_s`` and
-    ``hold_s``, 1 for ``pool_share`` and false for ``learned`` (published constants only) disable one term each.
+    stream, against 9 to 22 ms: configs/hardware/h200.yaml). With ``learned_step`` the difference that this fleet's
+    streams show replaces it where that is surely less than half of it (`policies.costs.short_step`). 0 for
+    ``others_weight``, ``queue_crowd``, ``step_s`` and ``hold_s``, 1 for ``pool_share`` and false for ``learned``
+    (published constants only) disable one term each.
     Complexity: O(n).
     """
 
@@ -58,6 +60,7 @@ class Warm(ColumnPolicy):
     learned: bool = True
     slowdown: float = SLOWDOWN
     overtakes: float = 0.5
+    learned_step: bool = True
     name: ClassVar[str] = "warm"
 
     def __post_init__(self) -> None:
@@ -106,6 +109,16 @@ class Warm(ColumnPolicy):
         due = due_s(costs.now_s, own_s, self.slowdown, has_priority)
         return queue_s * (1 - self.overtakes * overtaken_share(view.queue, due))
 
+    def short_step_s(self, fleet: FleetSnapshot) -> float:
+        """Seconds that a step with a short prefill takes longer: ``step_s`` or, if surely under half, what was learned.
+
+        So where the constant fits roughly, what is learned from few answers changes no decision.
+        """
+        costs = fleet.costs
+        if costs is None or not (self.learned and self.learned_step):
+            return self.step_s
+        return costs.short_step.instead_of(self.step_s)
+
     def _scored(self, columns: FleetColumns, terms: Sequence[Terms]) -> list[CandidateScore]:
         new = tuple.__new__
         return [
@@ -143,7 +156,7 @@ class Warm(ColumnPolicy):
         overs = self._overs(request, columns)
         nobody_has_room = min(overs) > 0
         model, prompt = self._model(fleet), request.prompt_tokens
-        crowd, weight, step_s, hold_s = self.queue_crowd, self.others_weight, self.step_s, self.hold_s
+        crowd, weight, step_s, hold_s = self.queue_crowd, self.others_weight, self.short_step_s(fleet), self.hold_s
         owns: dict[int, float] = {}
         """By cached tokens, which are mostly equal across instances."""
         terms = []
@@ -173,7 +186,17 @@ class Warm(ColumnPolicy):
 class Prices:
     """Scores of single candidates for one request: each has the value that it has among all."""
 
-    __slots__ = ("_columns", "_fleet", "_has_priority", "_nobody_has_room", "_owns", "_policy", "_prompt", "model")
+    __slots__ = (
+        "_columns",
+        "_fleet",
+        "_has_priority",
+        "_nobody_has_room",
+        "_owns",
+        "_policy",
+        "_prompt",
+        "_step_s",
+        "model",
+    )
 
     def __init__(self, policy: Warm, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> None:
         self._policy = policy
@@ -182,6 +205,7 @@ class Prices:
         self._fleet = fleet
         self._columns = columns
         self.model = policy._model(fleet)
+        self._step_s = policy.short_step_s(fleet)
         self._owns: dict[int, float] = {}
         """Seconds of this prefill by the tokens cached there, which are mostly equal across instances."""
         self._nobody_has_room: bool | None = None
@@ -208,7 +232,7 @@ class Prices:
         requests, prefilling, pool = view.requests, view.prefilling, view.kv_capacity_tokens
         own_s = self.own_s(view.cached_tokens)
         queue_s = self.queue_s(view, own_s)
-        others_s = policy.others_weight * requests * (own_s if prefilling else own_s + policy.step_s)
+        others_s = policy.others_weight * requests * (own_s if prefilling else own_s + self._step_s)
         over, room_s = tokens_over(view, prompt, policy.pool_share), 0.0
         if over > 0:
             room_s = policy.hold_s * over / pool

@@ -185,9 +185,10 @@ class Exchange:
         self._echoed = echoed(parsed.endpoint, self._row.request_id, answer, first)
         try:
             self._row.stages_ms["first_byte"] = self._elapsed_ms()
-            routed.commitment.decode.first_token()
+            streamed = answer.status == 200 and parsed.stream
+            self._core.router.routing.began(routed.commitment, time.monotonic(), streamed=streamed)
             cached_on_prefill = prefill_usage.cached_tokens if prefill_usage else None
-            if answer.status == 200 and parsed.stream:
+            if streamed:
                 keep = event_filter(self._core, parsed, self._decode, drop=drop_usage, cached_tokens=cached_on_prefill)
                 self._encoded = answer.headers.encoded
                 resuming = None if self._encoded else resuming
@@ -219,10 +220,8 @@ class Exchange:
         sent_s = self._sent_s = time.monotonic()
         try:
             with Bound(self._loop, bound_s):
-                url, headers = (
-                    decode.url + parsed.endpoint,
-                    self._upstream_headers(decode, "decode" if pulling else "co-located"),
-                )
+                url = decode.url + parsed.endpoint
+                headers = self._upstream_headers(decode, "decode" if pulling else "co-located")
                 if query := self._inbound.query:
                     answer = await core.upstream.send("POST", f"{url}?{query}", body, headers)
                 else:
@@ -304,14 +303,15 @@ class Exchange:
         row.status, row.outcome = 200, RequestOutcome.OK
         self._start(answer, routed, None)
         watched = Unread() if self._encoded else resuming.watch(keep) if resuming else keep
-        relay = stream_relay(answer, inbound, watched, timeouts, timeouts.total_s)
-        closing = b""
+        relay, closing = stream_relay(answer, inbound, watched, timeouts, timeouts.total_s), b""
         try:
             await relay.run(chunk, learn)
             note_reported(row, routed.decision.decode_on, relay.reported)
             if resuming:
                 closing = resuming.missing_end()
             self._core.instances.completed(self._decode)
+            tokens = keep.usage.completion_tokens if keep.usage else None
+            self._core.router.routing.answered(routed.commitment, tokens, time.monotonic())
         except UpstreamError as error:
             row.events = keep.events
             closing = self._break_stream(routed.decision.decode_on, str(error))

@@ -69,7 +69,7 @@ async def hand_over(
         core.instances.succeeded(prefill, sent_s)
         took_s = time.perf_counter() - started_s
         row.stages_ms["prefill_leg"] = took_s * 1e3
-        row.note_leg("prefill", *routing.prefilled_on_p(routed.commitment, took_s))
+        row.note_leg("prefill", *routing.prefilled_on_p(routed.commitment, took_s, time.monotonic()))
         if row.trace is not None:
             row.trace.leg_ended()
         started_s = time.perf_counter()

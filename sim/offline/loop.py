@@ -220,6 +220,7 @@ class Simulation:
             self._decode_failed(exchange, OffloadReason.FELL_BACK_D_ERROR, "D answered 500")
             return
         del self._open[event.request_id]
+        self._router.routing_of(exchange).answered(exchange.commitment, exchange.completion_tokens, event.time_s)
         self._end(exchange, event.time_s)
 
     def _first_token(self, exchange: SimulatedExchange, event: TokenEvent) -> None:
@@ -231,10 +232,10 @@ class Simulation:
         if exchange.leg is SimulatedLeg.DECODE:
             exchange.stages_s["decode_leg_first_byte"] = took_s
             exchange.legs["transfer"] = routing.handed_over(commitment, took_s, event.time_s)
-            commitment.decode.first_token()
+            routing.began(commitment, event.time_s)
         else:
             exchange.actual_cached_tokens = event.cached_tokens
-            commitment.decode.first_token()
+            routing.began(commitment, event.time_s)
             exchange.legs["first_token"] = routing.prefilled(commitment, took_s)
         self._router.changed(exchange, event.time_s)
         self._router.computed(exchange, exchange.decision.decode_on, event.time_s)
@@ -245,7 +246,9 @@ class Simulation:
         took_s = event.time_s - exchange.leg_sent_s
         exchange.actual_cached_tokens = event.cached_tokens
         exchange.stages_s["prefill_leg"] = took_s
-        exchange.legs["prefill"] = self._router.routing_of(exchange).prefilled_on_p(exchange.commitment, took_s)
+        exchange.legs["prefill"] = self._router.routing_of(exchange).prefilled_on_p(
+            exchange.commitment, took_s, event.time_s
+        )
         self._router.changed(exchange, event.time_s)
         self._begin(exchange, SimulatedLeg.DECODE)
         request, prefill_on = exchange.request, exchange.decision.prefill_on

@@ -57,7 +57,7 @@ def empty_families() -> Iterator[Metric]:
     yield from _gauges().values()
     yield _specialists()
     gauges, counters = _event_families()
-    yield from (*gauges.values(), *counters.values())
+    yield from (*gauges.values(), *counters.values(), _short_step())
 
 
 def instance_families(router: Router, instances: Instances, events: EventSubscriber, now_s: float) -> Iterator[Metric]:
@@ -84,6 +84,10 @@ def instance_families(router: Router, instances: Instances, events: EventSubscri
     specialists = _specialists()
     specialists.add_metric([], len(router.state.specialists.names))
     yield specialists
+    short_step, learned = _short_step(), router.state.costs.steps.short_step
+    if learned.known:
+        short_step.add_metric([], learned.seconds)
+    yield short_step
     readings, counters = _event_families()
     for name in events.streams:
         figures = events.figures(name)
@@ -104,6 +108,13 @@ def _gauges() -> dict[str, GaugeMetricFamily]:
 def _specialists() -> GaugeMetricFamily:
     return GaugeMetricFamily(
         "warmroute_prefill_specialists", "Instances designated for long prefills; only joint sends requests by it"
+    )
+
+
+def _short_step() -> GaugeMetricFamily:
+    return GaugeMetricFamily(
+        "warmroute_short_prefill_step_seconds",
+        "Learned time that a step with a short prefill takes longer than one without; no sample until it is known",
     )
 
 

@@ -7,8 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.costs.formulas import Costs, PrefillModel
+from policies.costs.short_step import ShortStep
+from policies.routing.joint import Joint
+from policies.routing.migrate import Migrate
 from policies.routing.warm import Warm
-from policies.snapshot import FleetSnapshot
+from policies.snapshot import FleetColumns, FleetSnapshot
 from policies.types import InstanceView, Reason, RequestView
 from tests.policies.builders import ask, cases, fleet_of, idle, score_of
 
@@ -76,6 +79,42 @@ def test_short_prefills_gather_in_one_instance_s_steps() -> None:
     assert Warm().choose(ask(200), fleet_of(quiet, busy, costs=published)).instance == "busy"
     assert Warm(step_s=0.0).choose(ask(200), fleet_of(quiet, busy, costs=published)).instance == "quiet"
     assert Warm().choose(ask(200), fleet_of(quiet, long, costs=published)).instance == "quiet"
+
+
+LEARNED = COSTS._replace(short_step=ShortStep(0.012, 0.0005))
+
+
+@pytest.mark.parametrize(
+    ("policy", "seconds"),
+    [
+        (Warm(), 0.012),
+        (Warm(step_s=0.02), 0.02),  # the learned time is not surely less than half of it
+        (Warm(step_s=0.0), 0.0),
+        (Warm(learned_step=False), 0.04),
+        (Joint(), 0.012),
+        (Migrate(), 0.012),
+    ],
+)
+def test_a_learned_step_replaces_one_that_is_surely_twice_as_long(policy: Warm, seconds: float) -> None:
+    alone, other = InstanceView("a", requests=16), InstanceView("b", requests=16, prefilling=1)
+    found = policy.choose(ASKED, fleet_of(alone, other._replace(pending_prefill_tokens=500), costs=LEARNED))
+    assert score_of(found, "a").inputs["others_s"] == pytest.approx((1.6 + seconds) * 16)
+    assert score_of(found, "b").inputs["others_s"] == pytest.approx(1.6 * 16)
+
+
+@given(cases())
+def test_the_quick_choice_knows_of_a_learned_step(case: tuple[RequestView, FleetSnapshot]) -> None:
+    request, whole = case
+    learned = whole._replace(costs=LEARNED)
+    columns = FleetColumns.of(learned.instances)
+    place = Warm().quick(request, learned, columns).place
+    assert columns.instance[place] == Warm().choose(request, learned).instance
+
+
+def test_published_constants_only_include_the_step() -> None:
+    alone = fleet_of(InstanceView("a", requests=16), costs=LEARNED)
+    inputs = score_of(Warm(learned=False).choose(ASKED, alone), "a").inputs
+    assert inputs["others_s"] == pytest.approx((PrefillModel().seconds(10_000, 0) + 0.04) * 16)
 
 
 @pytest.mark.parametrize(
