@@ -34,6 +34,7 @@ from bench.routers.measure import RoutersSetup
 from bench.routers.plan import estimates_of, order_of, plan_lines
 from bench.routers.records import RouterRecordError, RoutersConditions, read_records
 from bench.routers.session import kept, run_all, spans
+from bench.routers.short_steps import step_lines
 from bench.routers.table import lines_of
 from launch.hardware.gpus import read_inventory
 from replayer.records.classes import PlannedClass
@@ -190,6 +191,19 @@ def table(
     """Print the comparison as Markdown: what was measured, and differences with paired 95 % intervals."""
     try:
         for line in lines_of(list(read_records(folder).values()), base, skip_first_s, only_class):
+            typer.echo(line)
+    except RouterRecordError as error:
+        _stop(error)
+
+
+@app.command()
+def steps(folder: Annotated[Path, typer.Argument(help="Folder of records.")]) -> None:
+    """Print by how much a step with a short prefill took longer in each run, learned as ``warm`` learns it."""
+    try:
+        records = list(read_records(folder).values())
+        if not records:
+            raise RouterRecordError(f"{folder}: no records")
+        for line in step_lines(records):
             typer.echo(line)
     except RouterRecordError as error:
         _stop(error)

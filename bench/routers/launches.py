@@ -145,7 +145,10 @@ def _warmroute(arm: RouterArm, base: Mapping[str, Any], folder: Path) -> RouterL
         note=f"warmroute {installed_version() or 'of a source tree'}, policy {arm.settings}",
         metrics_url=f"{url}/metrics",
         events_path="/instances",
-        evidence=("warmroute_offloads_total", "warmroute_prefill_specialists", "warmroute_recomputation"),
+        evidence=(
+            *("warmroute_offloads_total", "warmroute_prefill_specialists", "warmroute_recomputation"),
+            "warmroute_short_prefill_step_seconds",
+        ),
     )
 
 

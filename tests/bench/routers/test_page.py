@@ -36,6 +36,7 @@ def _runs(folder: str) -> list[RouterRecord]:
         ("short prompts, first", "routers-azure-h200-first", 19.1, "warm"),
         ("short prompts", "routers-azure-h200", 11.6, "warm"),
         ("short prompts, retrieval", "routers-rag-h200", 5.3, "warm"),
+        ("learned step", "routers-azure-h200-learned", 20.0, "warm,learned_step=false"),
         ("hand-offs", "hand-offs-h100-2x", None, "warm"),
         ("own GPUs", "hand-offs-h100-4x", 78.3, "warm"),
         ("own GPUs, second", "hand-offs-h100-4x-second", 90.1, "warm"),

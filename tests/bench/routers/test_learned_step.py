@@ -1,0 +1,119 @@
+"""The learned time of a short prefill's step, from kept records, as decision 28 and docs/head-to-head.md say."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from bench.gpu.routers_ab import app
+from bench.routers.records import RequestFigures, RouterRecord, read_records
+from bench.routers.short_steps import SHOWN_SIGMA, learned_steps
+from bench.routers.table import lines_of
+from policies.routing.warm import Warm
+
+_DOCS = Path(__file__).parents[3] / "docs"
+_DECISION = (_DOCS / "decisions" / "0028-learned-step.md").read_text(encoding="utf-8")
+_PAGE = (_DOCS / "head-to-head.md").read_text(encoding="utf-8")
+_SECTION = _PAGE.partition("### With a learned step")[2].partition("<!-- ")[0].replace("\n", " ")
+_FOLDER = "routers-azure-h200-learned"
+_BASE = "warm,learned_step=false"
+
+
+@cache
+def _runs(folder: str) -> list[RouterRecord]:
+    return list(read_records(_DOCS / "results" / folder).values())
+
+
+def _rows() -> list[list[str]]:
+    shown = _DECISION.partition("<!-- learned steps: begin -->")[2].partition("<!-- learned steps: end -->")[0]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in shown.strip().splitlines()[2:]]
+
+
+@pytest.mark.parametrize("row", _rows(), ids=lambda row: str(row[0]))
+def test_the_table_of_the_decision_is_that_of_the_kept_records(row: list[str]) -> None:
+    folders = re.findall(r"`([^`]+)`", row[1])
+    found = [learned_steps(run.requests) for folder in folders for run in _runs(folder)]
+    found = [each for each in found if each.estimates]
+    last = [each.estimates[-1] for each in found]
+    precise = sorted(each.seconds * 1e3 for each in last if each.sigma < SHOWN_SIGMA)
+    shown = f"{precise[0]:.0f} to {precise[-1]:.0f}" if precise else "–"
+    replaced = sum(each.replaced > 0 for each in found)
+    assert row[2:] == [str(len(found)), str(len(precise)), shown, str(replaced)]
+
+
+def _first_ms(label: str, share: float, since_s: float = 20.0) -> str:
+    waits = [
+        each.record().ttft_scheduled_s
+        for run in _runs(_FOLDER)
+        for each in run.requests
+        if run.label == label and each.trace_timestamp_s >= since_s * run.load
+    ]
+    return f"{1e3 * float(np.quantile([wait for wait in waits if wait is not None], share)):.0f}"
+
+
+def test_what_the_page_says_of_first_tokens() -> None:
+    p50, p90 = ([_first_ms(label, share) for label in ("warm", _BASE)] for share in (0.5, 0.9))
+    assert f"TTFT p50 is {p50[0]} instead of {p50[1]} ms and TTFT p90 {p90[0]} instead of {p90[1]} ms" in _SECTION
+    sent = [each for run in _runs(_FOLDER) for each in run.requests]
+    assert all(each.error is None for each in sent)
+    assert f"all {len(sent):,} requests were answered" in _SECTION
+
+
+def _changes(skip_first_s: float) -> list[str]:
+    """TTFT p50 and p90, against the base."""
+    [line] = [each for each in lines_of(_runs(_FOLDER), _BASE, skip_first_s) if each.startswith("| `warm` | 1")]
+    return [cell.strip() for cell in line.split("|")[3:5]]
+
+
+def test_what_the_page_says_of_the_differences() -> None:
+    whole, learned = _changes(20.0), _changes(41.0)
+    assert f"({whole[0]} and {whole[1]})" in _SECTION
+    assert f"TTFT p50 is {learned[0]} and TTFT p90 {learned[1]}, not sure after" in _SECTION
+    assert not any("**" in each for each in (*whole, *learned))
+
+
+def test_what_the_page_says_of_the_learned_time() -> None:
+    noted = [float(line.split()[1]) * 1e3 for run in _runs(_FOLDER) for line in run.evidence if "short_prefill" in line]
+    assert len(noted) == 4
+    assert f"It put the time at {min(noted):.0f} to {max(noted):.0f} ms" in _SECTION
+    found = [learned_steps(run.requests) for run in _runs(_FOLDER)]
+    now = sorted(each.estimates[-1].seconds * 1e3 for each in found)
+    assert f"the present one puts it at {now[0]:.0f} to {now[-1]:.0f} ms" in _SECTION
+    assert f"sure after {max(each.first_s or 1e9 for each in found):.0f} s" in _SECTION
+
+
+def test_the_command_prints_a_row_for_each_run() -> None:
+    printed = CliRunner().invoke(app, ["steps", str(_DOCS / "results" / _FOLDER)]).output.splitlines()
+    assert len(printed) == 2 + 4
+    assert printed[2] == "| `warm,learned_step=false`, 8 x, 1 | 69 | 12 ± 0.4 | 69 | 16 |"
+
+
+def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["steps", str(tmp_path / "none")])
+    assert result.exit_code == 2
+    assert "no records" in result.output
+
+
+def _answer(place: int, first_s: float, tokens: int = 40, **fields: Any) -> RequestFigures:
+    """An answer of 20 ms a token."""
+    figures = _runs(_FOLDER)[0].requests[0]
+    values: dict[str, Any] = {name: getattr(figures, name) for name in figures.__struct_fields__}
+    times = {"first_token_s": first_s, "last_token_s": first_s + 0.02 * (tokens - 1), "prompt_tokens": 100}
+    return RequestFigures(**{**values, "request_id": str(place), "completion_tokens": tokens, **times, **fields})
+
+
+def test_requests_without_an_instance_or_a_first_token_are_left_out() -> None:
+    answers = [_answer(place, 0.4 * place) for place in range(450)]
+    estimates = learned_steps(answers).estimates
+    assert len(estimates) == 1 + (450 - 416) // 32
+    lost = [_answer(900 + place, 0.4 * place, instance=None) for place in range(50)]
+    unread = [_answer(800 + place, 0.4 * place, first_token_s=None) for place in range(50)]
+    uncounted = [_answer(700 + place, 0.4 * place, completion_tokens=None) for place in range(50)]
+    assert learned_steps([*answers, *lost, *unread, *uncounted]).estimates == estimates
+    assert Warm().step_s == 0.04
