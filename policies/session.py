@@ -197,7 +197,7 @@ class RoutingSession:
         return with_part(choice, self.part) if self.part else choice
 
     def began(self, commitment: Commitment, now_s: float, *, streamed: bool = True) -> None:
-        """The first bytes of an answer have come from D: its first token if it is ``streamed``, else all of it.
+        """The first bytes of an answer have come from D: its first token if it is ``streamed``, else perhaps all of it.
 
         Steps are watched by first tokens, and only where no other replica sends prefills too.
         """

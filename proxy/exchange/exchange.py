@@ -186,7 +186,8 @@ class Exchange:
         try:
             self._row.stages_ms["first_byte"] = self._elapsed_ms()
             streamed = answer.status == 200 and parsed.stream
-            self._core.router.routing.began(routed.commitment, time.monotonic(), streamed=streamed)
+            one = streamed and not parsed.several
+            self._core.router.routing.began(routed.commitment, time.monotonic(), streamed=one)
             cached_on_prefill = prefill_usage.cached_tokens if prefill_usage else None
             if streamed:
                 keep = event_filter(self._core, parsed, self._decode, drop=drop_usage, cached_tokens=cached_on_prefill)
@@ -269,10 +270,9 @@ class Exchange:
     def _pull_bound(self, parsed: Parsed) -> float:
         """Bound in seconds on D's first byte after a hand-off; includes generation of an unstreamed answer."""
         settings = self._core.settings.offload
-        if parsed.stream:
-            return settings.first_token_timeout_s
-        making_s = min(parsed.max_tokens * settings.token_timeout_s, 10 * settings.first_token_timeout_s)
-        return settings.first_token_timeout_s + making_s
+        first_s = settings.first_token_timeout_s
+        making_s = 0.0 if parsed.stream else min(parsed.max_tokens * settings.token_timeout_s, 10 * first_s)
+        return first_s + making_s
 
     def _relay_whole(self, answer: Answer, content: bytes, routed: Routed) -> None:
         row = self._row

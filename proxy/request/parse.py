@@ -95,8 +95,7 @@ class Parsed(msgspec.Struct, frozen=True):
     @property
     def usage_requested(self) -> bool:
         """True if the client requested the usage event of a stream."""
-        options = self.fields.stream_options
-        return bool(options and options.include_usage)
+        return bool(self.fields.stream_options and self.fields.stream_options.include_usage)
 
     @property
     def hides_usage(self) -> bool:
@@ -105,6 +104,11 @@ class Parsed(msgspec.Struct, frozen=True):
         # Options without the field have vLLM's default, which is to report it.
         hidden = options is None or (options.include_usage is False and not options.continuous_usage_stats)
         return bool(fields.stream) and hidden and self.endpoint in _WITH_USAGE_OPTION
+
+    @property
+    def several(self) -> bool:
+        """True if more than one text is generated, for several prompts or as choices."""
+        return self.prompt.prompts > 1 or (self.fields.n or 1) > 1 or (self.fields.best_of or 1) > 1
 
     @property
     def max_tokens(self) -> int:
@@ -233,8 +237,8 @@ def request_view(
 
 def with_token_ids(parsed: Parsed, ids: Sequence[int], block_tokens: int, base_model: bool, seed: int = 0) -> Parsed:
     """A text or chat request with the blocks of its tokenized prompt; the body is unchanged."""
-    fields = parsed.fields
-    prompt = _token_prompt(ids, _Ids(block_tokens, (fields.model, fields.cache_salt or ""), base_model, seed))
+    salts = (parsed.fields.model, parsed.fields.cache_salt or "")
+    prompt = _token_prompt(ids, _Ids(block_tokens, salts, base_model, seed))
     return msgspec.structs.replace(parsed, prompt=msgspec.structs.replace(prompt, text_bytes=parsed.prompt.text_bytes))
 
 
@@ -247,10 +251,9 @@ def _may_offload(parsed: Parsed) -> bool:
     fields = parsed.fields
     if len(parsed.body) > _OFFLOADED_BYTES or parsed.endpoint not in HANDED_OFF:
         return False
-    several = parsed.prompt.prompts > 1 or (fields.n or 1) > 1 or (fields.best_of or 1) > 1
     beams = bytes(fields.use_beam_search) not in _OFF
     refused = fields.only_d_refuses(_DEFAULT_COMPLETION_TOKENS if parsed.endpoint is Endpoint.COMPLETIONS else None)
-    return not (several or beams or refused or fields.echo or fields.prompt_logprobs is not None)
+    return not (parsed.several or beams or refused or fields.echo or fields.prompt_logprobs is not None)
 
 
 def _chat_prompt(

@@ -19,6 +19,8 @@ BODY = {"model": "stub", "prompt": [1, 2, 3], "max_tokens": 20, "stream": True}
         ({}, 20, 1),
         ({}, 4, 0),  # too short to measure
         ({"stream": False}, 20, 0),
+        ({"n": 2}, 20, 0),  # two answers at once, of which only the sum is known
+        ({"prompt": [[1, 2, 3], [4, 5, 6]]}, 20, 0),
         ({"stream_options": {"include_usage": True}}, 20, 1),
     ],
 )
