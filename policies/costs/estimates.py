@@ -28,6 +28,11 @@ class LearnedRatio(NamedTuple):
         """Standard deviation of log(actual / formula) around ``log_ratio``."""
         return sqrt(self.variance)
 
+    @property
+    def usable(self) -> bool:
+        """False for values that no observations lead to, as in a damaged file."""
+        return -_LARGEST <= self.log_ratio <= _LARGEST and 0 <= self.variance <= _LARGEST**2
+
     def learn(self, expected_s: float, actual_s: float, now_s: float, weight: float) -> LearnedRatio:
         """Return the ratio after one more observation; the first observations weigh more, as in a plain mean.
 

@@ -283,6 +283,15 @@ class PrefillModel:
             factors.append(factor)
         return factors
 
+    @property
+    def buckets(self) -> Mapping[int, LearnedRatio]:
+        """Learned corrections by the power of two of the tokens."""
+        return self._buckets
+
+    def with_buckets(self, buckets: Mapping[int, LearnedRatio]) -> PrefillModel:
+        """The same model with other learned corrections."""
+        return replace(self, _buckets=dict(buckets))
+
     def queue_s(self, pending_tokens: float, requests: int) -> float:
         """Seconds to finish the pending tokens: ``requests`` prefills of equal length, the first of them half done."""
         if pending_tokens <= 0 or requests <= 0:

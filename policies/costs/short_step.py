@@ -6,7 +6,7 @@ separates that from the steps that only decode.
 
 from __future__ import annotations
 
-from math import inf, sqrt
+from math import inf, isfinite, sqrt
 from typing import NamedTuple
 
 SHORT_TOKENS = 512
@@ -17,8 +17,9 @@ _BATCH = 32
 """Answers that are added together."""
 _KEPT = 0.999**_BATCH
 """Weight of what is known when they are: the last thousand answers count."""
-_LEAST_BATCHES = 13
-"""416 answers."""
+_LEAST_ANSWERS = 13 * _BATCH
+_LEAST_WEIGHT = 0.8 * _LEAST_ANSWERS
+"""That their weights add up to."""
 _SIGMAS = 4.0
 """Standard errors of the bound: answers that overlap in time are not independent."""
 _KNOWN_SIGMA = 0.0025
@@ -50,6 +51,10 @@ class BesideStream(NamedTuple):
         return (self.tokens, self.stream_tokens, self.short, self.long, self.prefill_s)
 
 
+_COLUMNS = len(BesideStream._fields) - 1
+_SUMS = _COLUMNS * (_COLUMNS + 1) // 2 + _COLUMNS + 1
+
+
 class ShortStep(NamedTuple):
     """Learned seconds that a step with a short prefill takes longer."""
 
@@ -72,6 +77,24 @@ class ShortStep(NamedTuple):
 UNKNOWN_STEP = ShortStep(0.0, inf)
 
 
+class StepSums(NamedTuple):
+    """Sums of a `StepFit`, from which another one can start."""
+
+    sums: tuple[float, ...]
+    """Weighted sums of the products of any two columns, of each with ``seconds``, and of ``seconds`` squared."""
+    weight: float
+    """Of all answers together; less than their number, as old ones fade out."""
+    answers: int
+    """Number of answers added."""
+
+    def check(self) -> None:
+        """Raise ValueError for values that no answers lead to."""
+        least = _LEAST_WEIGHT if self.answers >= _LEAST_ANSWERS else 0
+        usable = len(self.sums) == _SUMS and least <= self.weight <= self.answers
+        if not usable or not all(isfinite(each) and each >= 0 for each in self.sums):
+            raise ValueError(f"no sums of answers: {self}")
+
+
 class StepFit:
     """Least squares of ``seconds = a tokens + b stream_tokens + c short + d long + e prefill_s``; ``c`` is wanted.
 
@@ -79,53 +102,56 @@ class StepFit:
     added in batches, which takes a third of the time.
     """
 
-    __slots__ = ("_batches", "_sums", "_waiting", "_weight", "answers", "short_step")
+    __slots__ = ("_waiting", "short_step", "sums")
 
     def __init__(self) -> None:
-        columns = len(BesideStream._fields) - 1
-        self._sums = [0.0] * (columns * (columns + 1) // 2 + columns + 1)
-        """Weighted sums of the products of any two columns, of each with ``seconds``, and of ``seconds`` squared."""
-        self._weight = 0.0
-        """Of all answers together; less than their number, as old ones fade out."""
+        self.sums = StepSums((0.0,) * _SUMS, 0.0, 0)
+        """Of the answers in full batches."""
         self._waiting: list[BesideStream] = []
-        self._batches = 0
-        self.answers = 0
-        """Number of answers learned from."""
         self.short_step = UNKNOWN_STEP
         """Estimated after every batch from the thirteenth on."""
+
+    @property
+    def answers(self) -> int:
+        """Number of answers learned from."""
+        return self.sums.answers + len(self._waiting)
+
+    def start(self, sums: StepSums) -> None:
+        """Continue from the sums of another fit, forgetting one's own."""
+        self._waiting.clear()
+        self.sums = sums
+        self.short_step = self._estimate() if sums.answers >= _LEAST_ANSWERS else UNKNOWN_STEP
 
     def observe(self, beside: BesideStream) -> None:
         """Learn from an answer; those of fewer than ``LEAST_TOKENS`` tokens are left out."""
         if beside.tokens < LEAST_TOKENS or beside.seconds <= 0:
             return
-        self.answers += 1
         self._waiting.append(beside)
         if len(self._waiting) == _BATCH:
             products = zip(*[_products(each) for each in self._waiting], strict=True)
             self._waiting.clear()
-            self._sums = [_KEPT * known + sum(added) for known, added in zip(self._sums, products, strict=True)]
-            self._weight = _KEPT * self._weight + _BATCH
-            self._batches += 1
-            if self._batches >= _LEAST_BATCHES:
+            known, weight, answers = self.sums
+            sums = tuple([_KEPT * before + sum(added) for before, added in zip(known, products, strict=True)])
+            self.sums = StepSums(sums, _KEPT * weight + _BATCH, answers + _BATCH)
+            if self.sums.answers >= _LEAST_ANSWERS:
                 self.short_step = self._estimate()
 
     def _estimate(self) -> ShortStep:
         """The coefficient of ``short`` and its standard error, by a Cholesky factorisation."""
-        columns = len(BesideStream._fields) - 1
-        sums = iter(self._sums)
-        products = [[0.0] * columns for _ in range(columns)]
-        for row in range(columns):
-            for column in range(row, columns):
+        sums = iter(self.sums.sums)
+        products = [[0.0] * _COLUMNS for _ in range(_COLUMNS)]
+        for row in range(_COLUMNS):
+            for column in range(row, _COLUMNS):
                 products[row][column] = products[column][row] = next(sums)
-        times = [next(sums) for _ in range(columns)]
+        times = [next(sums) for _ in range(_COLUMNS)]
         squares = next(sums)
-        for at in range(columns):  # columns that are multiples of each other, or zero, do not stop it
+        for at in range(_COLUMNS):  # columns that are multiples of each other, or zero, do not stop it
             products[at][at] += 1e-6 * products[at][at] + 1e-12
-        unit = [float(at == _SHORT) for at in range(columns)]
+        unit = [float(at == _SHORT) for at in range(_COLUMNS)]
         lower = _cholesky(products)
         fitted, inverse = _solved(lower, times), _solved(lower, unit)
         left = squares - sum([coefficient * time for coefficient, time in zip(fitted, times, strict=True)])
-        variance = max(0.0, left) / (self._weight - columns) * inverse[_SHORT]
+        variance = max(0.0, left) / (self.sums.weight - _COLUMNS) * inverse[_SHORT]
         return ShortStep(fitted[_SHORT], sqrt(variance))
 
 

@@ -1,7 +1,7 @@
 """Format of a snapshot: magic number with version, SHA-256 of the rest, then records in MessagePack.
 
-Every record is preceded by its length in 4 bytes. The order: one `Header`; per engine an `EnginePart` and its `Runs`;
-then `Pins`. A reader takes a file as a whole or not at all.
+Every record is preceded by its length in 4 bytes. The order: one `Header`; one `Learned`; per engine an `EnginePart`
+and its `Runs`; then `Pins`. A reader takes a file as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from pathlib import Path
 
 import msgspec
 
-MAGIC = b"warmroute-snap-1"
+from policies.costs.learned import LearnedCosts
+
+MAGIC = b"warmroute-snap-2"
 """Changes with every incompatible change of the format or of the block hashes."""
 _DIGEST_BYTES = 32
 _START = len(MAGIC) + _DIGEST_BYTES
@@ -34,6 +36,14 @@ class Header(msgspec.Struct, frozen=True, tag=True):
     seed: int
     block_tokens: int
     text_block_bytes: int
+
+
+class Learned(msgspec.Struct, frozen=True, tag=True):
+    """Learned times and ratios."""
+
+    costs: LearnedCosts
+    text_ratios: dict[str, float]
+    """Bytes per token by endpoint."""
 
 
 class EnginePart(msgspec.Struct, frozen=True, tag=True):
@@ -59,10 +69,10 @@ class Pins(msgspec.Struct, frozen=True, tag=True):
     """Session id, instance, idle time in seconds."""
 
 
-Record = Header | EnginePart | Runs | Pins
+Record = Header | Learned | EnginePart | Runs | Pins
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Header | EnginePart | Runs | Pins).decode
+_decode = msgspec.msgpack.Decoder(Header | Learned | EnginePart | Runs | Pins).decode
 
 
 @dataclass(slots=True)
@@ -70,6 +80,7 @@ class SnapshotContents:
     """Contents of a snapshot."""
 
     header: Header
+    learned: Learned
     engines: list[tuple[EnginePart, list[tuple[int, bytes]]]] = field(default_factory=list)
     pins: list[tuple[bytes, str, float]] = field(default_factory=list)
 
@@ -153,10 +164,10 @@ def _records(payload: memoryview) -> Iterator[Record]:
 
 
 def _contents(records: Iterator[Record]) -> SnapshotContents:
-    header = next(records, None)
-    if not isinstance(header, Header):
+    header, learned = next(records, None), next(records, None)
+    if not isinstance(header, Header) or not isinstance(learned, Learned):
         raise SnapshotError("it is damaged: it has no header")
-    contents = SnapshotContents(header)
+    contents = SnapshotContents(header, learned)
     for record in records:
         if isinstance(record, EnginePart):
             contents.engines.append((record, []))

@@ -11,11 +11,13 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
+from policies.costs.learned import LearnedCosts
 from proxy.core import Core
 from proxy.fleet.instances import Instance
 from proxy.restart.snapshot_file import (
     EnginePart,
     Header,
+    Learned,
     Pins,
     Runs,
     SnapshotContents,
@@ -38,7 +40,7 @@ _RESERVED_BYTES = 4096
 
 
 class Snapshots:
-    """Snapshots of one core's shadow index and session table; does nothing without ``snapshot.path``.
+    """Snapshots of one core's shadow index, session table and learned times; does nothing without ``snapshot.path``.
 
     ``restore`` precedes the first request, ``open`` starts the task that writes, ``close`` writes the last one.
     """
@@ -107,7 +109,8 @@ class Snapshots:
         # Before the blocks: a request may be routed meanwhile, and a session pinned without its blocks would be sent to
         # an engine that is expected to have nothing of it.
         pins = await _copied(map(Pins, _batches(self._pins(), _PINS_PER_TURN)), share)
-        records = [framed(header)]
+        learned = Learned(LearnedCosts.of(router.state.costs), dict(router.text_ratios.learned))
+        records = [framed(header), framed(learned)]
         for instance, part in fleet:
             if not core.instances.contains(instance):
                 continue
@@ -152,6 +155,8 @@ class Snapshots:
             for name, runs in kept:
                 router.state.index.restore(name, runs)
             sessions = self._restore_pins(contents, {name for name, _ in kept}, max(0.0, age_s))
+            if kept:
+                self._restore_learned(contents.learned)
         except ValueError as error:
             for name, _ in kept:
                 router.state.index.clear_instance(name)
@@ -166,6 +171,13 @@ class Snapshots:
             sessions,
             ", ".join(dropped) or "none",
         )
+
+    def _restore_learned(self, learned: Learned) -> None:
+        """Raises ValueError for values that are not usable."""
+        router = self._core.router
+        router.text_ratios.start(learned.text_ratios)
+        if not learned.costs.give(router.state.costs):
+            log.info("the snapshot's times correct other constants (setting hardware): they are learned again")
 
     def _restore_pins(self, contents: SnapshotContents, names: set[str], age_s: float) -> int:
         sessions, now_s = self._core.router.state.sessions, time.monotonic()

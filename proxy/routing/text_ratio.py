@@ -34,6 +34,17 @@ class TextRatios:
             change = _WEIGHT * (seen - ratio)
             self._learned[endpoint] = ratio + min(_MAX_CHANGE * ratio, max(-_MAX_CHANGE * ratio, change))
 
+    @property
+    def learned(self) -> Mapping[str, float]:
+        """Ratios of the endpoints that something was learned of."""
+        return {endpoint.value: ratio for endpoint, ratio in self._learned.items()}
+
+    def start(self, learned: Mapping[str, float]) -> None:
+        """Start from ratios that another process has learned. Raises ValueError for what cannot be one."""
+        if not all(LEAST <= ratio <= MOST for ratio in learned.values()):
+            raise ValueError(f"no bytes per token: {dict(learned)}")
+        self._learned = {Endpoint(name): ratio for name, ratio in learned.items()}
+
     def as_dict(self) -> Mapping[str, float]:
         """JSON-ready ratios."""
         return {endpoint.value: round(self.of(endpoint), 4) for endpoint in Endpoint}

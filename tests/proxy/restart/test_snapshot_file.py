@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from policies.costs.learned import LearnedCosts
+from policies.costs.short_step import StepSums
 from proxy.restart.snapshot_file import (
     MAGIC,
     EnginePart,
     Header,
+    Learned,
     Pins,
     Runs,
     SnapshotError,
@@ -23,7 +26,16 @@ from proxy.restart.snapshot_file import (
 
 HEADER = Header(1e9, 2**64 - 1, 16, 1024)
 PART = EnginePart("a", "http://127.0.0.1:1", 5.25, None)
-RECORDS = [framed(HEADER), framed(PART), framed(Runs([(-1, bytes(16))])), framed(Pins([(b"s\xff", "a", 1.5)]))]
+LEARNED = Learned(
+    LearnedCosts((0.1, 1e-5, 1e-9), {11: (0.5, 0.25, 3)}, {}, StepSums((0.5,) * 21, 31.5, 32)), {"/v1/completions": 3.5}
+)
+RECORDS = [
+    framed(HEADER),
+    framed(LEARNED),
+    framed(PART),
+    framed(Runs([(-1, bytes(16))])),
+    framed(Pins([(b"s\xff", "a", 1.5)])),
+]
 MOST = 1_000_000
 
 
@@ -33,10 +45,11 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_contents_come_back(path: Path) -> None:
-    size = write_snapshot(path, [*RECORDS[:3], framed(Runs([(0, bytes(8))])), RECORDS[3]])
+    size = write_snapshot(path, [*RECORDS[:4], framed(Runs([(0, bytes(8))])), RECORDS[4]])
     assert size == path.stat().st_size
     contents = read_snapshot(path, MOST)
     assert contents.header == HEADER
+    assert contents.learned == LEARNED
     assert contents.engines == [(PART, [(-1, bytes(16)), (0, bytes(8))])]
     assert contents.pins == [(b"s\xff", "a", 1.5)]
 
@@ -79,12 +92,15 @@ def test_every_truncation_and_every_changed_byte_is_noticed(path: Path) -> None:
     "records",
     [
         [],
-        [RECORDS[1]],
-        [RECORDS[0], RECORDS[2]],
-        [RECORDS[0], RECORDS[0]],
-        [RECORDS[0], b"\x00\x00\x00\x09short"],
-        [RECORDS[0], b"\x00\x00\x00\x01\xc1"],
-        [RECORDS[0], b"\x00\x00\x00\x05" + b"\x91" * 5],
+        [RECORDS[0]],
+        RECORDS[1:],
+        [RECORDS[0], *RECORDS[2:]],
+        [*RECORDS[:2], RECORDS[3]],
+        [*RECORDS[:2], RECORDS[0]],
+        [*RECORDS[:2], RECORDS[1]],
+        [*RECORDS[:2], b"\x00\x00\x00\x09short"],
+        [*RECORDS[:2], b"\x00\x00\x00\x01\xc1"],
+        [*RECORDS[:2], b"\x00\x00\x00\x05" + b"\x91" * 5],
         [framed(PART), framed(HEADER)],
     ],
 )

@@ -12,10 +12,14 @@ import httpx
 import msgspec
 import pytest
 
+from policies.costs.book import CostBook, PrefillJob
+from policies.costs.learned import LearnedCosts
 from policies.predict.blocks import hash_token_blocks
+from proxy.request.parse import Endpoint
 from proxy.restart.snapshot_file import Runs, framed, read_snapshot, write_snapshot
 from proxy.restart.snapshots import Snapshots
 from proxy.settings import load_settings
+from tests.policies.costs.test_short_step import answers
 from tests.proxy.conftest import Running, serving
 from tests.proxy.stub_engine import StubEngine
 
@@ -123,7 +127,7 @@ def changed(path: Path, change: Callable[[Any], None]) -> None:
     contents = read_snapshot(path, MOST)
     fields = msgspec.structs.asdict(contents.header)
     change(fields)
-    records = [framed(type(contents.header)(**fields))]
+    records = [framed(type(contents.header)(**fields)), framed(contents.learned)]
     for part, runs in contents.engines:
         records += [framed(part), framed(Runs(runs))]
     write_snapshot(path, records)
@@ -154,7 +158,9 @@ async def test_a_snapshot_that_does_not_fit_is_ignored_with_a_warning(
     assert reason in caplog.text
 
 
-@pytest.mark.parametrize("contents", [b"", b"no snapshot", b"warmroute-snap-1" + bytes(40)])
+@pytest.mark.parametrize(
+    "contents", [b"", b"no snapshot", b"warmroute-snap-1" + bytes(40), b"warmroute-snap-2" + bytes(40)]
+)
 async def test_garbage_is_ignored_with_a_warning_and_replaced(
     engines: list[StubEngine], tmp_path: Path, caplog: pytest.LogCaptureFixture, contents: bytes
 ) -> None:
@@ -175,11 +181,75 @@ async def test_runs_that_are_no_tree_leave_an_empty_index(
     contents = read_snapshot(path, MOST)
     contents.engines[1][1].append((77, bytes(8)))
     parts = [record for part, runs in contents.engines for record in (framed(part), framed(Runs(runs)))]
-    write_snapshot(path, [framed(contents.header), *parts])
+    write_snapshot(path, [framed(contents.header), framed(contents.learned), *parts])
     with caplog.at_level(logging.WARNING, "warmroute.snapshot"):
         async with proxy_over(engines, path) as running:
             assert not running.core.router.state.index.distinct_blocks
             assert (await send(running, 0))["predicted_cached_tokens"] == 0
+    assert "is damaged" in caplog.text
+
+
+async def learn(engines: list[StubEngine], path: Path) -> LearnedCosts:
+    """Run a proxy that learns times and a text ratio; returns the times."""
+    async with proxy_over(engines, path) as running:
+        await send(running, 0)
+        router = running.core.router
+        for seconds in (1.0, 2.0, 3.0):
+            router.state.costs.prefilled(PrefillJob("inst-0", 2_000, 0, 0, 0), seconds)
+        for each in answers(450, 0.012):
+            router.state.costs.steps.observe(each)
+        router.text_ratios.learn(Endpoint.CHAT, 700, 100)
+        return LearnedCosts.of(router.state.costs)
+
+
+async def test_learned_times_and_ratios_come_back(engines: list[StubEngine], tmp_path: Path) -> None:
+    learned = await learn(engines, tmp_path / "snapshot")
+    async with proxy_over(engines, tmp_path / "snapshot") as running:
+        router = running.core.router
+        assert LearnedCosts.of(router.state.costs) == learned
+        assert router.state.costs.at(0.0).short_step.known
+        assert router.text_ratios.of(Endpoint.CHAT) > router.text_ratios.of(Endpoint.COMPLETIONS)
+        metrics = (await running.client.get("/metrics")).text
+        assert "\nwarmroute_short_prefill_step_seconds 0.01" in metrics
+
+
+async def test_they_are_learned_again_where_every_engine_has_restarted(
+    engines: list[StubEngine], tmp_path: Path
+) -> None:
+    """Another model may run there."""
+    await learn(engines, tmp_path / "snapshot")
+    for engine in engines:
+        await engine.stop()
+        await engine.restart()
+    async with proxy_over(engines, tmp_path / "snapshot") as running:
+        assert LearnedCosts.of(running.core.router.state.costs) == LearnedCosts.of(CostBook())
+
+
+async def test_times_that_correct_other_constants_are_left(
+    engines: list[StubEngine], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    await learn(engines, tmp_path / "snapshot")
+    with caplog.at_level(logging.INFO, "warmroute.snapshot"):
+        async with proxy_over(engines, tmp_path / "snapshot", hardware="h100-nvlink-128") as running:
+            assert not running.core.router.state.costs.prefill.buckets
+            assert (await send(running, 0))["predicted_cached_tokens"] == 304
+    assert "other constants" in caplog.text
+
+
+@pytest.mark.parametrize("ratios", [{"/v1/chat/completions": 99.0}, {"/v1/unknown": 3.0}])
+async def test_learned_values_that_cannot_be_leave_an_empty_index(
+    engines: list[StubEngine], tmp_path: Path, caplog: pytest.LogCaptureFixture, ratios: dict[str, float]
+) -> None:
+    path = tmp_path / "snapshot"
+    await warmed(engines, path)
+    contents = read_snapshot(path, MOST)
+    parts = [record for part, runs in contents.engines for record in (framed(part), framed(Runs(runs)))]
+    damaged = msgspec.structs.replace(contents.learned, text_ratios=ratios)
+    write_snapshot(path, [framed(contents.header), framed(damaged), *parts])
+    with caplog.at_level(logging.WARNING, "warmroute.snapshot"):
+        async with proxy_over(engines, path) as running:
+            assert not running.core.router.state.index.distinct_blocks
+            assert not running.core.router.text_ratios.learned
     assert "is damaged" in caplog.text
 
 
