@@ -84,7 +84,7 @@ def test_what_the_page_says_of_the_learned_time() -> None:
     assert f"It put the time at {min(noted):.0f} to {max(noted):.0f} ms" in _SECTION
     found = [learned_steps(run.requests) for run in _runs(_FOLDER)]
     now = sorted(each.estimates[-1].seconds * 1e3 for each in found)
-    assert f"the present one puts it at {now[0]:.0f} to {now[-1]:.0f} ms" in _SECTION
+    assert f"it puts the time at {now[0]:.0f} to {now[-1]:.0f} ms" in _SECTION
     assert f"sure after {max(each.first_s or 1e9 for each in found):.0f} s" in _SECTION
 
 

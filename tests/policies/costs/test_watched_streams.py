@@ -115,6 +115,15 @@ def test_where_other_replicas_prefill_too_nothing_is_watched(watched: Watched) -
     assert watched.learned == []
 
 
+def test_an_engine_that_restarted_has_no_streams_of_before(watched: Watched) -> None:
+    lost = watched.sent(1, 1_600)
+    watched.routing.began(lost, 1.0)
+    watched.state.restarted("a")
+    assert watched.streams("a") == 0
+    lost.release(2.0)
+    assert watched.streams("a") == 1  # the one that the line before began
+
+
 def test_an_instance_that_has_left_keeps_nothing(watched: Watched) -> None:
     early, late = watched.sent(1, 1_600), watched.sent(2, 320)
     watched.routing.began(early, 1.0)
