@@ -1,7 +1,8 @@
 """Converts public traces of other formats into the trace format, for ``docs/tournament.md``.
 
 ``python -m bench.public_traces azure AzureLLMInferenceTrace_code.csv azure_code.jsonl`` and ``... ragpulse
-FOLDER ragpulse.jsonl``. Blocks have 16 tokens.
+FOLDER ragpulse.jsonl``. Blocks have 16 tokens. ``claude-code`` and ``agents`` put sessions that are published one a
+file together.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
+from bench.public_traces import agents as published
 from replayer.traces.formats import bailian
 from replayer.traces.trace import TraceRequest
 
@@ -108,6 +110,32 @@ def ragpulse(
         for row in _read(folder / f"{name}.jsonl"):
             lengths[next(value for key, value in row.items() if key.endswith("_id"))] = row["token_length"]
     bailian.write(output, ragpulse_requests(_read(folder / "0_trace.jsonl"), lengths))
+
+
+@app.command()
+def claude_code(
+    folder: Annotated[Path, typer.Argument(help="Folder `traces` of kv-cache-tester.")],
+    output: Annotated[Path, typer.Argument(help="Archive to write, .tar.")],
+    sessions: Annotated[int, typer.Option(min=1, help="Number of sessions.")] = 60,
+    skip: Annotated[int, typer.Option(min=0, help="Sessions of the same order to leave out first.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the order.")] = 1,
+    without: Annotated[list[str] | None, typer.Option(help="A file to leave out. Repeatable.")] = None,
+) -> None:
+    """Draw sessions of Claude Code."""
+    try:
+        print(published.pack(published.draw_sessions(folder, seed, skip, sessions, without or ()), output), "sessions")
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+@app.command()
+def agents(
+    folder: Annotated[Path, typer.Argument(help="A folder of lmcache-agent-trace, such as `magagent`.")],
+    output: Annotated[Path, typer.Argument(help="Trace to write, JSONL.")],
+) -> None:
+    """Merge agents' sessions as text, one a file."""
+    rows = (json.dumps(row, ensure_ascii=False) + "\n" for row in published.merged_text(folder))
+    output.write_text("".join(rows), encoding="utf-8")
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tarfile
 from pathlib import Path
 
 from typer.testing import CliRunner
@@ -59,3 +60,51 @@ def test_prompts_of_ragpulse_share_the_blocks_up_to_the_first_other_token(tmp_pa
     # 24 tokens are shared: one whole block, and the second one holds the first token that differs.
     assert first["hash_ids"] == [0, 1, 2]
     assert second["hash_ids"] == [0, 3, 4]
+
+
+def claude_session(folder: Path, number: int, tokens: int) -> None:
+    calls = [{"t": 0.0, "type": "s", "in": tokens, "out": 10, "hash_ids": list(range(1, tokens // 64 + 1))}]
+    entries = [*calls, {"t": 1.0, "type": "subagent", "requests": calls}]
+    body = {"id": f"trace_{number}", "block_size": 64, "hash_id_scope": "local", "requests": entries}
+    (folder / f"trace_{number}.json").write_text(json.dumps(body))
+
+
+def drawn(folder: Path, output: Path, *options: str) -> list[str]:
+    answer = CliRunner().invoke(app, ["claude-code", str(folder), str(output), *options])
+    assert answer.exit_code == 0, answer.output
+    assert load_trace(output).requests
+    with tarfile.open(output) as archive:
+        return archive.getnames()
+
+
+def test_drawn_sessions_do_not_depend_on_those_that_are_missing(tmp_path: Path) -> None:
+    folder, archive = tmp_path / "traces", tmp_path / "drawn.tar"
+    folder.mkdir()
+    for number in range(12):
+        claude_session(folder, number, 640)
+    claude_session(folder, 99, 200_000)
+    first = drawn(folder, archive, "--sessions", "4")
+    second = drawn(folder, archive, "--sessions", "4", "--skip", "4")
+    assert len({*first, *second}) == 8
+    assert "trace_99.json" not in drawn(folder, archive, "--sessions", "12")
+    (folder / second[-1]).unlink()
+    assert drawn(folder, archive, "--sessions", "4") == first
+    assert drawn(folder, archive, "--sessions", "4", "--without", first[0]) == [*first[1:], second[0]]
+    assert drawn(folder, archive, "--sessions", "4", "--seed", "2") != first
+
+
+def test_too_few_sessions_are_refused(tmp_path: Path) -> None:
+    claude_session(tmp_path, 1, 640)
+    answer = CliRunner().invoke(app, ["claude-code", str(tmp_path), str(tmp_path / "drawn.tar"), "--sessions", "2"])
+    assert answer.exit_code == 2
+    assert "1 sessions that qualify" in answer.output
+
+
+def test_merged_agents_are_sessions_in_order_of_time(tmp_path: Path) -> None:
+    folder = tmp_path / "agents"
+    folder.mkdir()
+    for name, times in (("b.openai_chat", (30, 10)), ("a.openai_chat", (20,))):
+        rows = [{"timestamp": at * 1_000_000, "input": f"user: {name} {at}", "output": "x"} for at in times]
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    merged = converted("agents", folder, tmp_path)
+    assert [row["session_id"] for row in merged] == ["b", "a", "b"]

@@ -21,7 +21,10 @@ _DOCS = Path(__file__).parents[3] / "docs"
 _DECISION = (_DOCS / "decisions" / "0028-learned-step.md").read_text(encoding="utf-8")
 _PAGE = (_DOCS / "head-to-head.md").read_text(encoding="utf-8")
 _SECTION = _PAGE.partition("### With a learned step")[2].partition("<!-- ")[0].replace("\n", " ")
-_FOLDER = "routers-azure-h200-learned"
+_FOLDER = "routers-azure-h200-learned-second"
+_FORMER = "routers-azure-h200-learned"
+_CODE = "routers-azure-code-h200"
+_ON_CODE = _PAGE.partition("### Requests for code, on one H200")[2].partition("<!-- ")[0].replace("\n", " ")
 _BASE = "warm,learned_step=false"
 
 
@@ -47,49 +50,79 @@ def test_the_table_of_the_decision_is_that_of_the_kept_records(row: list[str]) -
     assert row[2:] == [str(len(found)), str(len(precise)), shown, str(replaced)]
 
 
-def _first_ms(label: str, share: float, since_s: float = 20.0) -> str:
-    waits = [
-        each.record().ttft_scheduled_s
-        for run in _runs(_FOLDER)
+def _quantile(folder: str, label: str, share: float, field: str = "ttft_scheduled_s") -> float:
+    """Of the requests planned after the first 20 s, seconds."""
+    found = [
+        getattr(each.record(), field)
+        for run in _runs(folder)
         for each in run.requests
-        if run.label == label and each.trace_timestamp_s >= since_s * run.load
+        if run.label == label and each.trace_timestamp_s >= 20.0 * run.load
     ]
-    return f"{1e3 * float(np.quantile([wait for wait in waits if wait is not None], share)):.0f}"
+    return float(np.quantile([value for value in found if value is not None], share))
+
+
+def _changes(folder: str, label: str, base: str) -> list[str]:
+    """The row of differences from the base: TTFT p50 and p90, TPOT, E2E p50 and p90, session time."""
+    lines = lines_of(_runs(folder), base, 20.0)
+    [line] = [each for each in lines if each.startswith(f"| `{label}` |") and each.count("|") == 10]
+    return [cell.strip() for cell in line.split("|")[3:-1]]
+
+
+def _answered(folder: str, section: str) -> bool:
+    sent = [each for run in _runs(folder) for each in run.requests]
+    assert all(each.error is None for each in sent)
+    return f"{len(sent):,} requests were answered" in section
 
 
 def test_what_the_page_says_of_first_tokens() -> None:
-    p50, p90 = ([_first_ms(label, share) for label in ("warm", _BASE)] for share in (0.5, 0.9))
+    p50, p90 = ([f"{1e3 * _quantile(_FOLDER, label, share):.0f}" for label in ("warm", _BASE)] for share in (0.5, 0.9))
     assert f"TTFT p50 is {p50[0]} instead of {p50[1]} ms and TTFT p90 {p90[0]} instead of {p90[1]} ms" in _SECTION
-    sent = [each for run in _runs(_FOLDER) for each in run.requests]
-    assert all(each.error is None for each in sent)
-    assert f"all {len(sent):,} requests were answered" in _SECTION
+    assert _answered(_FOLDER, _SECTION)
+    changes = _changes(_FOLDER, "warm", _BASE)
+    assert f"({changes[0]} and {changes[1]})" in _SECTION
+    assert all("**better**" in each for each in changes[:2])
+    former = _changes(_FORMER, "warm", _BASE)
+    assert f"neither figure sure: {former[0]} and {former[1]}." in _SECTION
+    assert not any("**" in each for each in former[:2])
 
 
-def _changes(skip_first_s: float) -> list[str]:
-    """TTFT p50 and p90, against the base."""
-    [line] = [each for each in lines_of(_runs(_FOLDER), _BASE, skip_first_s) if each.startswith("| `warm` | 1")]
-    return [cell.strip() for cell in line.split("|")[3:5]]
-
-
-def test_what_the_page_says_of_the_differences() -> None:
-    whole, learned = _changes(20.0), _changes(41.0)
-    assert f"({whole[0]} and {whole[1]})" in _SECTION
-    assert f"TTFT p50 is {learned[0]} and TTFT p90 {learned[1]}, not sure after" in _SECTION
-    assert not any("**" in each for each in (*whole, *learned))
+def _noted_ms(folder: str, label: str) -> list[float]:
+    runs = [run for run in _runs(folder) if run.label == label]
+    return sorted(float(line.split()[1]) * 1e3 for run in runs for line in run.evidence if "short_prefill" in line)
 
 
 def test_what_the_page_says_of_the_learned_time() -> None:
-    noted = [float(line.split()[1]) * 1e3 for run in _runs(_FOLDER) for line in run.evidence if "short_prefill" in line]
-    assert len(noted) == 4
-    assert f"It put the time at {min(noted):.0f} to {max(noted):.0f} ms" in _SECTION
-    found = [learned_steps(run.requests) for run in _runs(_FOLDER)]
-    now = sorted(each.estimates[-1].seconds * 1e3 for each in found)
-    assert f"it puts the time at {now[0]:.0f} to {now[-1]:.0f} ms" in _SECTION
-    assert f"sure after {max(each.first_s or 1e9 for each in found):.0f} s" in _SECTION
+    noted = _noted_ms(_FOLDER, "warm")
+    assert len(noted) == 3
+    assert f"put it at {noted[0]:.0f} to {noted[-1]:.0f} ms" in _SECTION
+    found = [learned_steps(run.requests) for run in _runs(_FOLDER) if run.label == "warm"]
+    assert f"learned the time within {max(each.first_s or 1e9 for each in found):.0f} s" in _SECTION
+    former = sorted(_noted_ms(_FORMER, "warm") + _noted_ms(_FORMER, _BASE))
+    assert f"put the time at {former[0]:.0f} to {former[-1]:.0f} ms, so near" in _SECTION
+
+
+def test_what_the_page_says_of_requests_for_code() -> None:
+    rival = "llmd_affinity"
+    ttft_ms = [f"{1e3 * _quantile(_CODE, label, 0.9):.0f}" for label in (rival, "warm")]
+    e2e_s = [f"{_quantile(_CODE, label, 0.5, 'e2e_scheduled_s'):.2f}" for label in (rival, "warm")]
+    changes = _changes(_CODE, rival, "warm")
+    assert (
+        f"TTFT p90 is {ttft_ms[0]} instead of {ttft_ms[1]} ms ({changes[1]}), E2E p50 {e2e_s[0]} instead of "
+        in _ON_CODE
+    )
+    assert f"{e2e_s[1]} s ({changes[4]})" in _ON_CODE
+    assert "**worse**" in changes[1]
+    assert "**worse**" in changes[4]
+    noted = _noted_ms(_CODE, "warm")
+    assert f"put at {noted[0]:.0f} to {noted[-1]:.0f} ms" in _ON_CODE
+    found = [learned_steps(run.requests) for run in _runs(_CODE) if run.label == "warm"]
+    assert sorted(round(each.replaced / len(each.estimates), 1) for each in found) == [0.0, 0.0, 0.4]
+    assert _changes(_CODE, _BASE, "warm")[1].startswith("+3 % ")
+    assert _answered(_CODE, _ON_CODE)
 
 
 def test_the_command_prints_a_row_for_each_run() -> None:
-    printed = CliRunner().invoke(app, ["steps", str(_DOCS / "results" / _FOLDER)]).output.splitlines()
+    printed = CliRunner().invoke(app, ["steps", str(_DOCS / "results" / _FORMER)]).output.splitlines()
     assert len(printed) == 2 + 4
     assert printed[2] == "| `warm,learned_step=false`, 8 x, 1 | 69 | 12 ± 0.4 | 69 | 16 |"
 
