@@ -61,11 +61,16 @@ def _quantile(folder: str, label: str, share: float, field: str = "ttft_schedule
     return float(np.quantile([value for value in found if value is not None], share))
 
 
-def _changes(folder: str, label: str, base: str) -> list[str]:
+def _row_of(lines: list[str], label: str) -> list[str]:
     """The row of differences from the base: TTFT p50 and p90, TPOT, E2E p50 and p90, session time."""
-    lines = lines_of(_runs(folder), base, 20.0)
     [line] = [each for each in lines if each.startswith(f"| `{label}` |") and each.count("|") == 10]
     return [cell.strip() for cell in line.split("|")[3:-1]]
+
+
+def _shown(table: str, label: str) -> list[str]:
+    """That row of a table of the page, which is compared with the records in `test_page`."""
+    lines = _PAGE.partition(f"<!-- {table}: begin -->")[2].partition(f"<!-- {table}: end -->")[0].splitlines()
+    return _row_of(lines, label)
 
 
 def _answered(folder: str, section: str) -> bool:
@@ -78,10 +83,10 @@ def test_what_the_page_says_of_first_tokens() -> None:
     p50, p90 = ([f"{1e3 * _quantile(_FOLDER, label, share):.0f}" for label in ("warm", _BASE)] for share in (0.5, 0.9))
     assert f"TTFT p50 is {p50[0]} instead of {p50[1]} ms and TTFT p90 {p90[0]} instead of {p90[1]} ms" in _SECTION
     assert _answered(_FOLDER, _SECTION)
-    changes = _changes(_FOLDER, "warm", _BASE)
+    changes = _shown("learned step", "warm")
     assert f"({changes[0]} and {changes[1]})" in _SECTION
     assert all("**better**" in each for each in changes[:2])
-    former = _changes(_FORMER, "warm", _BASE)
+    former = _row_of(list(lines_of(_runs(_FORMER), _BASE, 20.0)), "warm")
     assert f"neither figure sure: {former[0]} and {former[1]}." in _SECTION
     assert not any("**" in each for each in former[:2])
 
@@ -105,7 +110,7 @@ def test_what_the_page_says_of_requests_for_code() -> None:
     rival = "llmd_affinity"
     ttft_ms = [f"{1e3 * _quantile(_CODE, label, 0.9):.0f}" for label in (rival, "warm")]
     e2e_s = [f"{_quantile(_CODE, label, 0.5, 'e2e_scheduled_s'):.2f}" for label in (rival, "warm")]
-    changes = _changes(_CODE, rival, "warm")
+    changes = _shown("code", rival)
     assert (
         f"TTFT p90 is {ttft_ms[0]} instead of {ttft_ms[1]} ms ({changes[1]}), E2E p50 {e2e_s[0]} instead of "
         in _ON_CODE
@@ -117,7 +122,7 @@ def test_what_the_page_says_of_requests_for_code() -> None:
     assert f"put at {noted[0]:.0f} to {noted[-1]:.0f} ms" in _ON_CODE
     found = [learned_steps(run.requests) for run in _runs(_CODE) if run.label == "warm"]
     assert sorted(round(each.replaced / len(each.estimates), 1) for each in found) == [0.0, 0.0, 0.4]
-    assert _changes(_CODE, _BASE, "warm")[1].startswith("+3 % ")
+    assert _shown("code", _BASE)[1].startswith("+3 % ")
     assert _answered(_CODE, _ON_CODE)
 
 
