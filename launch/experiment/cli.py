@@ -82,13 +82,16 @@ def run(
 @app.command()
 def plan(config: Config, settings: Overrides = None, as_json: AsJson = False) -> None:
     """Print arms, order, seeds, offered load and expected time, after the checks of run; writes nothing."""
+    import dataclasses
+
     import msgspec
     from rich.console import Console
 
     from launch.experiment.console import plan_table
     from launch.experiment.definition.file import ExperimentError
     from launch.experiment.definition.fleets import arm_fleets, clock_scale
-    from launch.experiment.definition.inputs import checked_load
+    from launch.experiment.definition.inputs import checked_plan
+    from launch.experiment.definition.lengths import too_long
     from launch.experiment.definition.order import plan_runs
     from launch.experiment.records import expected
     from replayer.replay.plan import describe
@@ -97,9 +100,11 @@ def plan(config: Config, settings: Overrides = None, as_json: AsJson = False) ->
     experiment = _load(config, settings)
     try:
         fleets = arm_fleets(experiment)
-        offered = checked_load(experiment, fleets)
+        sent = checked_plan(experiment, fleets)
+        refused = too_long(experiment, fleets, sent)
     except (ExperimentError, TraceError) as error:
         _stop(error)
+    offered = sent.offered
     slots = plan_runs(experiment.settings)
     scale = next((clock_scale(fleet) for fleet in fleets.values()), 1.0)
     least_s = expected.replay_s(experiment, offered, scale)
@@ -109,6 +114,7 @@ def plan(config: Config, settings: Overrides = None, as_json: AsJson = False) ->
             "backend": experiment.settings.backend.kind,
             "baseline": experiment.settings.baseline_arm,
             "offered": msgspec.to_builtins(offered),
+            "too_long": [dataclasses.asdict(one) for one in refused],
             "replay_least_s": least_s,
             "starts_at_most_s": expected.start_limit_s(experiment, fleets) if fleets else None,
             "runs": [
@@ -123,6 +129,15 @@ def plan(config: Config, settings: Overrides = None, as_json: AsJson = False) ->
     console.print(plan_table(experiment.settings, slots))
     for name, value in describe(offered):
         console.print(f"{name}: {value}", markup=False, highlight=False, soft_wrap=True)
+    for one in refused:
+        console.print(
+            f"warning: {one.requests:,} of {counted(offered.requests, 'request')} need more than {one.limit_tokens:,} "
+            f"tokens, all that the engines of {', '.join(one.arms)} take, and will fail; give these a larger "
+            "max_model_len and KV pool, or shorten prompts with trace.prompt_scale",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
     if least_s is None:
         requests = offered.requests * len(slots)
         time_expected = (

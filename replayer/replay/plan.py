@@ -62,6 +62,8 @@ class OfferedLoad(msgspec.Struct, frozen=True, kw_only=True):
     ideal_apc: float
     input_mean_tokens: float
     output_mean_tokens: float
+    longest_tokens: int = 0
+    """Most tokens of a prompt with its answer; 0 in records of former versions."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -227,6 +229,7 @@ def _offered(trace: Trace, plans: list[SessionPlan], cut: int, span_s: float) ->
         ideal_apc=hits / prompt,
         input_mean_tokens=prompt / len(requests),
         output_mean_tokens=output / len(requests),
+        longest_tokens=max(r.input_length + max(r.output_length, 1) for r in requests),
     )
 
 
@@ -241,6 +244,7 @@ def describe(offered: OfferedLoad) -> list[tuple[str, str]]:
         ("new tokens/s (infinite cache)", f"{offered.new_tokens_per_s:,.0f}"),
         ("output tokens/s", f"{offered.output_tokens_per_s:,.0f}"),
         ("mean input / output", f"{offered.input_mean_tokens:,.0f} / {offered.output_mean_tokens:,.0f} tokens"),
+        ("longest prompt with its answer", f"{offered.longest_tokens:,} tokens"),
         ("APC, one infinite cache", f"{offered.ideal_apc:.3f}"),
     ]
 

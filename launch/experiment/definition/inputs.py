@@ -14,7 +14,7 @@ from launch.experiment.definition.fleets import arm_fleets, fleet_source
 from launch.experiment.definition.sections import SimulatedBackend, TraceSettings
 from launch.fleet.file import FleetFile
 from replayer.records.own_code import own_code
-from replayer.replay.plan import OfferedLoad, PlanOptions, make_plan
+from replayer.replay.plan import Plan, PlanOptions, make_plan
 from replayer.traces.formats import bailian
 from replayer.traces.formats.source import file_sha256
 from replayer.traces.loading import LoadOptions, load, load_trace
@@ -134,8 +134,8 @@ def check_noise(experiment: LoadedExperiment, trace: Trace) -> None:
         )
 
 
-def checked_load(experiment: LoadedExperiment, fleets: dict[str, FleetFile]) -> OfferedLoad:
-    """Load offered by each run, after the checks of `prepare`; loads the whole trace and writes nothing.
+def checked_plan(experiment: LoadedExperiment, fleets: dict[str, FleetFile]) -> Plan:
+    """What each run sends, after the checks of `prepare`; loads the whole trace and writes nothing.
 
     Raises:
         ExperimentError, TraceError: an input is missing or refused.
@@ -144,7 +144,7 @@ def checked_load(experiment: LoadedExperiment, fleets: dict[str, FleetFile]) -> 
     trace = build_trace(experiment)
     check_noise(experiment, trace)
     check_engines(experiment, trace.block_tokens, fleets)
-    return make_plan(trace, plan_options(experiment)).offered
+    return make_plan(trace, plan_options(experiment))
 
 
 def prepare(experiment: LoadedExperiment, directory: Path) -> Inputs:

@@ -31,7 +31,7 @@ from launch.experiment.definition.file import (
     parse_experiment,
 )
 from launch.experiment.definition.fleets import arm_fleet, arm_fleets, clock_scale, placed_fleet
-from launch.experiment.definition.inputs import TRACE_FILE, build_trace, checked_load, prepare, trace_file
+from launch.experiment.definition.inputs import TRACE_FILE, build_trace, checked_plan, prepare, trace_file
 from launch.experiment.definition.order import interleaved_rows, noise_seed, plan_runs, randomised_rows
 from launch.experiment.definition.reference import SECTIONS, reference
 from launch.experiment.records.environment import ENVIRONMENT_FILE, differences, engines_of, software
@@ -351,7 +351,7 @@ class TestTrace:
         assert experiment.settings.trace.as_stored
         path = trace_file(experiment)
         assert path == (tmp_path / "mine.jsonl").resolve()
-        assert len(load_trace(path).requests) == checked_load(experiment, {}).requests == 40
+        assert len(load_trace(path).requests) == checked_plan(experiment, {}).requests == 40
         with pytest.raises(ExperimentError, match=r"trace: nothing at yours\.jsonl"):
             trace_file(loaded(tmp_path, trace="yours.jsonl"))
 
@@ -369,7 +369,7 @@ class TestTrace:
         def checked(**values: Any) -> None:
             experiment = loaded(tmp_path, **values)
             prepare(experiment, tmp_path)
-            checked_load(experiment, {})
+            checked_plan(experiment, {})
 
         with pytest.raises(ExperimentError, match=r"the trace has one session.* set backend\.noise\.speed_sigma"):
             checked(trace="one.jsonl", repeats=2, backend=moved)
@@ -421,7 +421,7 @@ class TestShipped:
         assert experiment.settings.name == name
         assert list(experiment.settings.arms) == SHIPPED[name]
         arm_fleets(experiment)
-        assert checked_load(experiment, {}).requests > 100
+        assert checked_plan(experiment, {}).requests > 100
 
     def test_a_a_arms_are_the_same(self) -> None:
         experiment = load_experiment(Path("aa-simulated"))
