@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import geometric_mean
 
 import msgspec
 import numpy as np
@@ -122,3 +123,27 @@ def test_the_page_on_elastic_prefill_counts_the_intervals_beside_1() -> None:
     above, below = sum(low > 1 for _, low, _ in intervals), sum(high < 1 for _, _, high in intervals)
     assert f"The {len(differ)} runs of all four fleets that differ from `warm` have {len(intervals)} figures" in ELASTIC
     assert f"The interval of {above} of them lies above 1, that of {below} below" in ELASTIC
+
+
+@pytest.mark.parametrize(
+    ("kept", "title", "worse"),
+    [("joint-claude.json", "`h200`", 45), ("joint-claude-h200-128.json", "`h200-nvlink-128`", 20)],
+)
+def test_the_page_on_elastic_prefill_shows_more_sessions_of_claude_code(kept: str, title: str, worse: int) -> None:
+    played = cells(kept)
+    assert f"{title}:\n\n" + "\n".join(summary_of(played, chosen_on=False)) in ELASTIC
+    assert (len(played), len(harmed(played))) == (24, worse)
+    assert not any(each.warm.failed or each.joint.failed for each in played)
+
+
+def test_what_the_page_on_elastic_prefill_says_of_claude_code() -> None:
+    kept = [cells(name) for name in ("joint-claude.json", "joint-claude-h200-128.json")]
+    roomy = [sum("pool 4" in line for line in harmed(played)) for played in kept]
+    assert f"{roomy[0]} and {roomy[1]} of 60 figures at pool 4 are surely worse" in ELASTIC
+    tight = [[each for each in played if each.cell.pool == 1 and each.cell.load == 0.8] for played in kept]
+    ttft, e2e = (
+        [geometric_mean(ratio_of(each.ratios)[0] for each in runs) for runs in tight]
+        for ratio_of in (METRICS["TTFT p90"], METRICS["mean E2E"])
+    )
+    assert f"(TTFT p90 {ttft[0]:.1f} times, mean E2E {e2e[0]:.1f} times, geometric means of six runs)" in ELASTIC
+    assert f"the harm at load 0.8 is {ttft[1]:.2f} and {e2e[1]:.2f} times" in ELASTIC

@@ -135,7 +135,7 @@ def check_noise(experiment: LoadedExperiment, trace: Trace) -> None:
 
 
 def checked_plan(experiment: LoadedExperiment, fleets: dict[str, FleetFile]) -> Plan:
-    """What each run sends, after the checks of `prepare`; loads the whole trace and writes nothing.
+    """The requests that each run sends, after the checks of `prepare`; loads the whole trace and writes nothing.
 
     Raises:
         ExperimentError, TraceError: an input is missing or refused.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from launch.experiment.definition.file import ExperimentError, LoadedExperiment
+from launch.experiment.definition.file import LoadedExperiment
 from launch.experiment.definition.sections import SimulatedBackend
 from launch.fleet.file import FleetFile
 from replayer.replay.plan import Plan
-from sim.hardware import HardwareProfile, ProfileError, load_profile
+from warmroute_yaml import hardware_file, load_yaml
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,6 @@ def too_long(experiment: LoadedExperiment, fleets: dict[str, FleetFile], plan: P
 
     Simulated runs shorten an answer that does not fit, as an engine does without ``max_tokens``, so that there only
     the prompt counts.
-
-    Raises:
-        ExperimentError: a hardware profile cannot be read.
     """
     simulated = isinstance(experiment.settings.backend, SimulatedBackend)
     arms: dict[int, list[str]] = {}
@@ -54,12 +51,7 @@ def _fleet_limit(fleet: FleetFile) -> int | None:
 
 
 def _of_profile(name: str, pool_tokens: int | None) -> int:
-    profile = _profile(name)
-    return min(profile.max_model_len, profile.kv.pool_tokens if pool_tokens is None else pool_tokens)
-
-
-def _profile(name: str) -> HardwareProfile:
-    try:
-        return load_profile(name)
-    except ProfileError as error:
-        raise ExperimentError(str(error)) from error
+    """As the engines take it from a profile, which the checks before this have read."""
+    profile = load_yaml(hardware_file(name).read_text(encoding="utf-8"))
+    pool = profile["kv"]["pool_tokens"] if pool_tokens is None else pool_tokens
+    return min(int(profile["max_model_len"]), int(pool))
