@@ -134,8 +134,11 @@ def agents(
     output: Annotated[Path, typer.Argument(help="Trace to write, JSONL.")],
 ) -> None:
     """Merge agents' sessions as text, one a file."""
-    rows = (json.dumps(row, ensure_ascii=False) + "\n" for row in published.merged_text(folder))
-    output.write_text("".join(rows), encoding="utf-8")
+    try:
+        rows = published.merged_text(folder)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    output.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

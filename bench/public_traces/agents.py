@@ -65,12 +65,18 @@ def pack(paths: Iterable[Path], output: Path) -> int:
     return len(files)
 
 
-def merged_text(folder: Path) -> Iterator[dict[str, Any]]:
-    """Lines of agent text, one file a session, in order of time with the file as ``session_id``."""
+def merged_text(folder: Path) -> list[dict[str, Any]]:
+    """Lines of agent text, one file a session, in order of time with the file as ``session_id``.
+
+    Raises:
+        ValueError: the folder has none.
+    """
     rows = [
         json.loads(line) | {"session_id": path.name.split(".")[0]}
         for path in sorted(folder.glob("*.jsonl"))
         for line in path.read_text(encoding="utf-8").splitlines()
         if line.strip()
     ]
-    return iter(sorted(rows, key=lambda row: float(row["timestamp"])))
+    if not rows:
+        raise ValueError(f"{folder} has no line in a file *.jsonl; give the folder of one agent")
+    return sorted(rows, key=lambda row: float(row["timestamp"]))

@@ -93,11 +93,16 @@ def test_drawn_sessions_do_not_depend_on_those_that_are_missing(tmp_path: Path) 
     assert drawn(folder, archive, "--sessions", "4", "--seed", "2") != first
 
 
+def unboxed(output: str) -> str:
+    """An error's text without the box around it, whose lines break by the length of the path."""
+    return " ".join(output.replace("│", " ").split())
+
+
 def test_too_few_sessions_are_refused(tmp_path: Path) -> None:
     claude_session(tmp_path, 1, 640)
     answer = CliRunner().invoke(app, ["claude-code", str(tmp_path), str(tmp_path / "drawn.tar"), "--sessions", "2"])
     assert answer.exit_code == 2
-    assert "1 sessions that qualify" in answer.output
+    assert "1 sessions that qualify" in unboxed(answer.output)
 
 
 def test_merged_agents_are_sessions_in_order_of_time(tmp_path: Path) -> None:
@@ -108,3 +113,11 @@ def test_merged_agents_are_sessions_in_order_of_time(tmp_path: Path) -> None:
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     merged = converted("agents", folder, tmp_path)
     assert [row["session_id"] for row in merged] == ["b", "a", "b"]
+
+
+def test_a_folder_without_agents_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    output = tmp_path / "trace.jsonl"
+    answer = CliRunner().invoke(app, ["agents", str(tmp_path), str(output)])
+    assert answer.exit_code == 2
+    assert "has no line in a file" in unboxed(answer.output)
+    assert not output.exists()
