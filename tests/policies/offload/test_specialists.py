@@ -129,7 +129,7 @@ def test_an_earlier_time_changes_nothing_for_the_worse() -> None:
     assert book.share(160.0) == pytest.approx(10.0 * 0.5 * 0.6931 / 60.0 / 0.5, rel=0.01)
 
 
-@pytest.mark.parametrize(("pool_tokens", "number"), [(20_000, 0), (40_000, 2)])
+@pytest.mark.parametrize(("pool_tokens", "number"), [(30_000, 0), (60_000, 2)])
 def test_idle_contexts_that_may_return_count_against_specialists(pool_tokens: int, number: int) -> None:
     state = FleetState()
     names = [f"inst-{number}" for number in range(8)]
@@ -142,7 +142,7 @@ def test_idle_contexts_that_may_return_count_against_specialists(pool_tokens: in
         fleet = state.snapshot(request, now_s, names)
         decision = decision_for(request, names[turn % 8], names[(turn + 1) % 8])
         state.commit(request, fleet, decision, now_s).release(now_s)
-    # 30 contexts in five minutes, of sessions that may return.
+    # 40 contexts of sessions that may return, and those that the first 500 s will bring.
     assert len(state.specialists.names) == number
 
 
