@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -28,6 +28,8 @@ class FleetSnapshot(NamedTuple):
     """Cost models at this moment; None if nothing is learned."""
     specialists: tuple[str, ...] = ()
     """Instances designated for long prefills (`policies.offload.specialists`), candidates or not."""
+    contexts: Mapping[str, int] = {}
+    """Tokens of the contexts sent to each instance lately, less the request's own; empty if there is no specialist."""
 
     @property
     def senders(self) -> tuple[InstanceView, ...]:

@@ -243,6 +243,7 @@ class FleetState:
             self.shared.forget(instance)
         self.ledger.forget_recent(instance)
         self.holds.forget(instance)
+        self.specialists.contexts.lost(instance)
         self.costs.watch.forget(instance)
 
     def set_capacity(self, instance: str, kv_capacity_tokens: int, block_tokens: float) -> None:
@@ -301,6 +302,7 @@ class FleetState:
             costs=self.costs.at(now_s),
             prefill_instances=(*views, *viewer.views(self._instances, prefill_only)) if prefill_only else (),
             specialists=self.specialists.names,
+            contexts=self.specialists.contexts_without(request.session_id or request.request_id),
         )
 
     def commit(
@@ -356,12 +358,10 @@ class FleetState:
         """Count a context and a HEAVY prefill, and change the specialists by the fleet as it was decided on."""
         specialists, accounts, views = self.specialists, self.accounts, fleet.instances
         prompt_tokens, session = request.prompt_tokens, request.session_id or request.request_id
-        specialists.began(now_s)
-        specialists.contexts.sent(session, prompt_tokens, now_s, TURNS_PER_INSTANCE * accounts.instances)
+        specialists.sent(session, decision.decode_on, prompt_tokens, now_s, TURNS_PER_INSTANCE * accounts.instances)
         heavy = decision.request_class is RequestClass.HEAVY
         if heavy:
-            seconds = self.costs.prefill.seconds(prompt_tokens - cached_tokens, cached_tokens)
-            specialists.prefilled(seconds, now_s)
+            specialists.prefilled(self.costs.prefill.seconds(prompt_tokens - cached_tokens, cached_tokens), now_s)
         if heavy or specialists.names:
             remote, used = accounts.remote, specialists.contexts.working_set_tokens(accounts.active_tokens, now_s)
             used += remote.active_tokens + remote.kept_tokens

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Start several small vLLM instances a GPU, wait until all are ready, and write the settings of a proxy in front of them:
 # a fleet of eight on two GPUs, with KV pools small enough to be outgrown within minutes. Several instances share a GPU's
-# time, so only comparisons on one machine mean something. The engines run on until they are ended (OUTPUT/pids).
+# time, or with MPS=1 each has a part of its multiprocessors, so only comparisons on one machine mean something. The
+# engines run on until they are ended (OUTPUT/pids).
 #
 #   bench/gpu/small_engines.sh OUTPUT
 #   python -m bench.admission_live run TRACE --config OUTPUT/proxy.yaml ...
@@ -14,11 +15,13 @@
 # layers make KV smaller, and pools larger), MAX_MODEL_LEN (130000, must fit the pool), READY_S (300), PROXY_PORT (9090),
 # FIRST_PORT (8001; those of events and hand-over are 1000 and more above), TRANSFER (default none; tcp or nvlink: engines
 # that hand over KV with Mooncake, which the policy joint needs), SCHEDULING (default fcfs; priority: the engines compute
-# waiting prompts in the order that the proxy gives), LONG_PREFILL (0; most tokens of a step for one prompt), MAX_NUM_SEQS
-# (32; requests that an engine computes together), and SIMULATED=1 (simulated engines of the same pool and
-# blocks instead, to rehearse without a GPU; ENGINE_SPEED times as fast, timed by the hardware profile PROFILE, h20).
+# waiting prompts in the order that the proxy gives), MPS (0; 1: an engine has 1/PER_GPU of the GPU's multiprocessors for
+# itself by CUDA's Multi-Process Service, instead of all of them in turns), LONG_PREFILL (0; most tokens of a step for one
+# prompt), MAX_NUM_SEQS (32; requests that an engine computes together), and SIMULATED=1 (simulated engines of the same
+# pool and blocks instead, to rehearse without a GPU; ENGINE_SPEED times as fast, timed by the hardware profile PROFILE,
+# h20).
 set -euo pipefail
-[ $# -eq 1 ] || { sed -n '2,19p' "$0"; exit 2; }
+[ $# -eq 1 ] || { sed -n '2,22p' "$0"; exit 2; }
 output=$(mkdir -p "$1" && cd "$1" && pwd)
 cd "$(dirname "$0")/../.."
 python=${ENGINE_PYTHON:-python3} model=${MODEL:-Qwen/Qwen3-0.6B} per_gpu=${PER_GPU:-4} longest=${MAX_MODEL_LEN:-130000}
@@ -41,6 +44,16 @@ if [ -n "${SIMULATED:-}" ] && [ "$pool" = 0 ]; then
   exit 2
 fi
 : > "$output/pids"
+case ${MPS:-0} in 0 | 1) ;; *) echo "MPS: 0 or 1"; exit 2 ;; esac
+if [ "${MPS:-0}" = 1 ] && [ -z "${SIMULATED:-}" ]; then
+  export CUDA_MPS_PIPE_DIRECTORY=$output/mps CUDA_MPS_LOG_DIRECTORY=$output/mps
+  mkdir -p "$output/mps"
+  setsid nvidia-cuda-mps-control -f > "$output/mps.log" 2>&1 < /dev/null &
+  mps=$!
+  export CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=$((100 / per_gpu))
+  sleep 1
+  kill -0 "$mps" 2> /dev/null || { echo "MPS did not start:"; cat "$output/mps.log"; exit 1; }
+fi
 {
   printf 'host: 127.0.0.1\nport: %d\npolicy: {name: warm}\ninstances:\n' "${PROXY_PORT:-9090}"
   for ((i = 0; i < count; i++)); do
@@ -77,6 +90,7 @@ for ((i = 0; i < count; i++)); do
   fi
   echo $! >> "$output/pids"
 done
+if [ -n "${mps:-}" ]; then echo "$mps" >> "$output/pids"; fi
 deadline=$((SECONDS + ${READY_S:-300}))
 for ((i = 0; i < count; i++)); do
   until curl -sf -m 2 -o /dev/null "http://127.0.0.1:$((first + i))/health"; do

@@ -1,8 +1,9 @@
-"""Recent contexts: the working set of the last minutes, weighted by the share of contexts that are used again."""
+"""Recent contexts: the working set of the last minutes, weighted by the share used again, and where they were sent."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import NamedTuple
 
 WINDOW_S = 900.0
 """The time for which an unused context counts. Of the waits for the next turn in 150 sessions of Claude Code
@@ -16,13 +17,24 @@ CAPACITY = 100_000
 """Most sessions that are remembered."""
 
 
+class _Sent(NamedTuple):
+    """The last request of a session."""
+
+    instance: str
+    """Where it decodes; empty if that has lost its KV since."""
+    tokens: int
+    """Of its prompt."""
+    at_s: float
+
+
 class RecentContexts:
     """Sessions whose last request was sent within ``WINDOW_S``. Single writer; O(1) per call, amortised."""
 
     def __init__(self) -> None:
-        self._sessions: OrderedDict[str, tuple[int, float]] = OrderedDict()
-        """Prompt tokens of the last request and when it was sent, the oldest first."""
+        self._sessions: OrderedDict[str, _Sent] = OrderedDict()
+        """The last request of each, the oldest first."""
         self._tokens = 0
+        self._by_instance: dict[str, int] = {}
         self._began_s: float | None = None
         self.return_share = 1.0
         """Share of requests that another one of their session follows within the window, lately. Begins at 1: what is
@@ -32,19 +44,40 @@ class RecentContexts:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def sent(self, session: str, prompt_tokens: int, now_s: float, memory: int) -> None:
-        """A request of the session is sent; the share of returns is averaged over the last ``memory`` of them."""
+    def sent(self, session: str, instance: str, prompt_tokens: int, now_s: float, memory: int) -> None:
+        """A request of the session is sent to ``instance``, where it decodes.
+
+        The share of returns is averaged over the last ``memory`` of them.
+        """
         if self._began_s is None:
             self._began_s = now_s
         self._expire(now_s, memory)
         before = self._sessions.pop(session, None)
         if before is not None:
-            self._tokens -= before[0]
+            self._uncount(before)
             self._followed(1.0, memory)
-        self._sessions[session] = (prompt_tokens, now_s)
+        self._sessions[session] = _Sent(instance, prompt_tokens, now_s)
         self._tokens += prompt_tokens
+        self._by_instance[instance] = self._by_instance.get(instance, 0) + prompt_tokens
         if len(self._sessions) > CAPACITY:
             self._drop_oldest()
+
+    def by_instance(self, session: str) -> dict[str, int]:
+        """Tokens by the instance that their session's last request was sent to, without those of ``session``.
+
+        O(n) in instances. Instances without any may be missing.
+        """
+        tokens, own = self._by_instance.copy(), self._sessions.get(session)
+        if own is not None and own.instance in tokens:
+            tokens[own.instance] -= own.tokens
+        return tokens
+
+    def lost(self, instance: str) -> None:
+        """The instance has lost its KV: no context is there any more, though each still counts. O(n) in sessions."""
+        if self._by_instance.pop(instance, None) is not None:
+            for session, each in self._sessions.items():
+                if each.instance == instance:
+                    self._sessions[session] = each._replace(instance="")
 
     def working_set_tokens(self, active_tokens: int, now_s: float) -> int:
         """Tokens in use and, weighted by the share that returns, those used within the window.
@@ -64,13 +97,18 @@ class RecentContexts:
 
     def _expire(self, now_s: float, memory: int) -> None:
         sessions, oldest_s = self._sessions, now_s - WINDOW_S
-        while sessions and next(iter(sessions.values()))[1] <= oldest_s:
+        while sessions and next(iter(sessions.values())).at_s <= oldest_s:
             self._drop_oldest()
             self._followed(0.0, memory)
 
     def _drop_oldest(self) -> None:
-        _, (tokens, _) = self._sessions.popitem(last=False)
-        self._tokens -= tokens
+        _, oldest = self._sessions.popitem(last=False)
+        self._uncount(oldest)
+
+    def _uncount(self, sent: _Sent) -> None:
+        self._tokens -= sent.tokens
+        if sent.instance in self._by_instance:
+            self._by_instance[sent.instance] -= sent.tokens
 
     def _followed(self, followed: float, memory: int) -> None:
         self.return_share += (followed - self.return_share) / memory

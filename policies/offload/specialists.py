@@ -125,6 +125,15 @@ class Specialists:
         if self._began_s is None:
             self._began_s = self._at_s = self._unsettled_s = now_s
 
+    def sent(self, session: str, instance: str, prompt_tokens: int, now_s: float, memory: int) -> None:
+        """Count the context of a request that was sent to an instance (`RecentContexts.sent`)."""
+        self.began(now_s)
+        self.contexts.sent(session, instance, prompt_tokens, now_s, memory)
+
+    def contexts_without(self, session: str) -> dict[str, int]:
+        """Recent contexts by instance, in tokens, without that of ``session``; empty while there is no specialist."""
+        return self.contexts.by_instance(session) if self.names else {}
+
     def prefilled(self, seconds: float, now_s: float) -> None:
         """Count a long prefill that was sent to an instance, ``seconds`` long as predicted."""
         self.began(now_s)
@@ -151,6 +160,7 @@ class Specialists:
 
     def forget(self, instance: str) -> None:
         """The instance left the fleet."""
+        self.contexts.lost(instance)
         self._set(tuple([name for name in self.names if name != instance]), self._at_s)
 
     def _set(self, names: tuple[str, ...], now_s: float) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -45,6 +45,7 @@ _TERMS = (
     "streams_s",
     "behind_s",
     "decode_s",
+    "eviction_s",
     "risk_s",
     "handed_off_s",
 )
@@ -57,21 +58,24 @@ class Joint(Warm):
     A few instances of a ``kv_both`` fleet are *prefill specialists*, whose number follows the share of long prefills
     (`policies.offload.specialists`); instances that only prefill count as specialists too.
 
-    - On one instance: the score of ``warm``, and ``specialist_s`` more on a specialist, so that others decode.
+    - On one instance: the score of ``warm``, and ``specialist_s`` more on a specialist, so that others decode. Then the
+      others' pools hold more, so contexts are placed evenly: each score has ``eviction_weight x (T(prompt) - T(0)) x
+      (contexts + prompt) / pool`` more, the time to compute the context again times the share of the pool that the
+      contexts of the last 15 minutes would fill with it (`policies.offload.recent_contexts`).
     - A request with ``heavy_tokens`` new ones on the best of these may be prefilled on a specialist P, and decoded on
-      the D that has room and the lowest ``queue + stream_s x requests``: its first token comes after
+      the D that has room and the lowest ``queue + stream_s x requests + eviction``: its first token comes after
       ``first = max(queue_P + T_P + X, queue_D)``, with ``T_P`` the prefill on P and ``X`` the transfer of what D lacks.
-      The score is ``first + streams_P x T_P + queue_cost x queue_P + stream_s x requests_D + failure_rate x first``:
-      the streams that decode on P stall, those on D do not, and a prompt behind others makes the next ones wait too, as
-      there are few specialists. A placement on a specialist, handed off or not, is refused if the request waits
-      more than ``max_own_loss`` longer than on the best instance that is none, as a share of the time there.
+      The score is ``first + streams_P x T_P + queue_cost x queue_P + stream_s x requests_D + eviction_D + failure_rate
+      x first``: the streams that decode on P stall, those on D do not, and a prompt behind others makes the next ones
+      wait too, as there are few specialists. A placement on a specialist, handed off or not, is refused if the request
+      waits more than ``max_own_loss`` longer than on the best instance that is none, as a share of the time there.
 
-    Where no P exists, in fleets without KV roles and for requests that are not long it chooses what ``warm`` chooses.
+    Where no P exists, and in fleets without KV roles, it chooses what ``warm`` chooses.
     It plans for every request, so the offload planner is not asked. Source: the separation of long prefills from
     decoding is that of agentic-kvc's elastic arm; the moving number of specialists and the common score are ours.
     Parameters and defaults: those of ``warm``, and ``heavy_tokens`` 20,000; ``specialist_s`` 1; ``max_own_loss`` 1;
-    ``stream_s`` 0.02, what one more stream costs the others on D; ``queue_cost`` 2. Complexity: O(n + k) for k
-    specialists, and O(n log n) for a long prefill.
+    ``stream_s`` 0.02, what one more stream costs the others on D; ``queue_cost`` 2; ``eviction_weight`` 1. Complexity:
+    O(n + k) for k specialists, and O(n log n) for a long prefill.
     """
 
     heavy_tokens: int = 20_000
@@ -79,6 +83,7 @@ class Joint(Warm):
     max_own_loss: float = 1.0
     stream_s: float = 0.02
     queue_cost: float = 2.0
+    eviction_weight: float = 1.0
     name: ClassVar[str] = "joint"
     plans: ClassVar[bool] = True
 
@@ -89,6 +94,7 @@ class Joint(Warm):
         require(self.max_own_loss >= 0, "joint: max_own_loss must not be negative")
         require(self.stream_s >= 0, "joint: stream_s must not be negative")
         require(self.queue_cost >= 0, "joint: queue_cost must not be negative")
+        require(self.eviction_weight >= 0, "joint: eviction_weight must not be negative")
 
     def scores(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Sequence[float]:
         return [score.score for score in self.choose(request, fleet).scores]
@@ -96,20 +102,21 @@ class Joint(Warm):
     def quick(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Pick:
         """The same choice as that of ``choose``; only placements that may be the cheapest are priced."""
         prices = self.prices(request, fleet, columns)
-        bounds, extra_s = prices.bounds(), self.specialist_s
         specialists = _places_of(fleet.specialists, columns) if request.may_offload else {}
+        more_s = self._evictions_s(request, fleet, columns) if specialists else {}
         for place in specialists.values():
-            bounds[place] += extra_s
-        place = prices.cheapest(bounds, dict.fromkeys(specialists.values(), extra_s))
+            more_s[place] = more_s.get(place, 0.0) + self.specialist_s
+        bounds = [bound_s + more_s.get(place, 0.0) for place, bound_s in enumerate(prices.bounds())]
+        place = prices.cheapest(bounds, more_s)
         alone = Pick(place, Reason.LOWEST_SCORE)
         if not request.may_offload or request.prompt_tokens - columns.cached_tokens[place] < self.heavy_tokens:
             return alone
         first_s = prices.first_s(place)
         if place in specialists.values() and len(specialists) < len(bounds):
-            place, first_s = self._quick_in_time(prices, bounds, specialists, place)
+            place, first_s = self._quick_in_time(prices, bounds, specialists.values(), place, more_s)
             alone = Pick(place, Reason.LOWEST_SCORE)
-        score_s = prices.of(place) + extra_s if place in specialists.values() else prices.of(place)
-        job = _Job(self, request, fleet, columns, specialists, prices, first_s)
+        score_s = prices.of(place) + more_s.get(place, 0.0)
+        job = _Job(self, request, fleet, columns, specialists, prices, first_s, more_s)
         prefills = [view for view in job.prefills() if job.may_be_below(score_s, view)]
         if not prefills:
             return alone
@@ -119,28 +126,31 @@ class Joint(Warm):
         return Pick(found.decode, Reason.LOWEST_SCORE)
 
     def _quick_in_time(
-        self, prices: Prices, bounds: Sequence[float], specialists: Mapping[str, int], place: int
+        self, prices: Prices, bounds: Sequence[float], places: Collection[int], place: int, more_s: Mapping[int, float]
     ) -> tuple[int, float]:
         """Place and wait elsewhere, as `_in_time` gives them, of a long prompt at the specialist ``place``."""
-        places, extra_s = specialists.values(), self.specialist_s
         others = [inf if at in places else bound_s for at, bound_s in enumerate(bounds)]
-        at_home_s = prices.first_s(prices.cheapest(others))
+        at_home_s = prices.first_s(prices.cheapest(others, more_s))
         longest_s = (1 + self.max_own_loss) * at_home_s
         if prices.first_s(place) <= longest_s:
             return place, at_home_s
         for at in places:
             if prices.first_s(at) <= longest_s:
                 others[at] = bounds[at]
-        return prices.cheapest(others, dict.fromkeys(places, extra_s)), at_home_s
+        return prices.cheapest(others, more_s), at_home_s
 
     def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
         columns = FleetColumns.of(fleet.instances)
         names, terms = columns.instance, self._all_terms(request, fleet, columns)
         scores = self._scored(columns, terms)
         specialists = _places_of(fleet.specialists, columns) if request.may_offload else {}
+        more_s = self._evictions_s(request, fleet, columns) if specialists else {}
+        more = {at: {"eviction_s": eviction_s} for at, eviction_s in more_s.items()}
         for at in specialists.values():
-            inputs = {**scores[at].inputs, "specialist_s": self.specialist_s}
-            scores[at] = scores[at]._replace(score=scores[at].score + self.specialist_s, inputs=inputs)
+            more[at] = {**more.get(at, {}), "specialist_s": self.specialist_s}
+        for at, terms_s in more.items():
+            score = scores[at]
+            scores[at] = score._replace(score=score.score + sum(terms_s.values()), inputs={**score.inputs, **terms_s})
         place = least(fleet, [score[1] for score in scores])
         plan = _SHAPE
         if request.may_offload:
@@ -153,12 +163,23 @@ class Joint(Warm):
                 scores = [score._replace(skipped=skips) for score, skips in zip(scores, late, strict=True)]
             alone_s = scores[place].score
             inputs = {"new_tokens": float(new_tokens), "colocated_s": alone_s, "colocated_first_s": first_s}
-            plan, found = self._planned(request, fleet, columns, specialists, inputs)
+            plan, found = self._planned(request, fleet, columns, specialists, inputs, more_s)
             if found is not None:
                 place, there = found.decode, scores[found.decode]
                 inputs = {**there.inputs, "colocated_s": there.score, "handed_off_s": found.score_s}
                 scores[place] = there._replace(score=found.score_s, inputs=inputs)
         return Choice(names[place], Reason.LOWEST_SCORE, tuple(scores), plan)
+
+    def _evictions_s(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> dict[int, float]:
+        """Seconds that the recent contexts add to each place whose pool is known."""
+        contexts, prompt = fleet.contexts, request.prompt_tokens
+        model = self._model(fleet)
+        weight = self.eviction_weight * max(0.0, model.seconds(prompt, 0) - model.seconds(0, 0))
+        return {
+            at: weight * (contexts.get(name, 0) + prompt) / pool
+            for at, (name, pool) in enumerate(zip(columns.instance, columns.kv_capacity_tokens, strict=True))
+            if pool
+        }
 
     def _in_time(
         self,
@@ -184,10 +205,11 @@ class Joint(Warm):
         columns: FleetColumns,
         specialists: Mapping[str, int],
         inputs: dict[str, float],
+        evictions_s: Mapping[int, float],
     ) -> tuple[OffloadPlan, _Placement | None]:
         """The plan, and the hand-off if it is chosen: if it costs less than ``colocated_s`` of the inputs."""
         prices = self.prices(request, fleet, columns)
-        job = _Job(self, request, fleet, columns, specialists, prices, inputs["colocated_first_s"])
+        job = _Job(self, request, fleet, columns, specialists, prices, inputs["colocated_first_s"], evictions_s)
         prefills = job.prefills()
         found = job.handed_off(prefills) if prefills else OffloadReason.NO_SPECIALIST
         if isinstance(found, OffloadReason):
@@ -211,6 +233,7 @@ class _Job:
         "_bound_s",
         "_columns",
         "_costs",
+        "_evictions_s",
         "_fleet",
         "_policy",
         "_prices",
@@ -229,13 +252,15 @@ class _Job:
         specialists: Mapping[str, int],
         prices: Prices,
         colocated_first_s: float,
+        evictions_s: Mapping[int, float],
     ) -> None:
-        """``specialists``: their places by name; ``colocated_first_s``: seconds to the first token on one instance."""
+        """``specialists``: places by name; ``colocated_first_s``: to a token on one; ``evictions_s``: by place."""
         self._policy = policy
         self._request = request
         self._fleet = fleet
         self._columns = columns
         self._specialists = specialists
+        self._evictions_s = evictions_s
         self._prices = prices
         self._bound_s = (1 + policy.max_own_loss) * colocated_first_s
         self._costs = fleet.costs or Costs()
@@ -293,10 +318,11 @@ class _Job:
                 continue
             streams_s, decode_s = streams * prefill_s, policy.stream_s * decode.requests
             behind_s, risk_s = policy.queue_cost * queue_s, costs.transfer.failure_rate(pair) * first_s
-            score_s = first_s + streams_s + behind_s + decode_s + risk_s
+            eviction_s = self._evictions_s.get(place, 0.0)
+            score_s = first_s + streams_s + behind_s + decode_s + eviction_s + risk_s
             if best is None or score_s < best.score_s:
                 waits = (queue_s, prefill_s, transfer_s, decode_queue_s, first_s)
-                terms = (*waits, streams_s, behind_s, decode_s, risk_s, score_s)
+                terms = (*waits, streams_s, behind_s, decode_s, eviction_s, risk_s, score_s)
                 best = _Placement(place, view.instance, terms, score_s)
         return best or reason
 
@@ -327,7 +353,7 @@ class _Job:
             receiving = True
             if not self._receives(view):
                 continue
-            rank_s = self._queue_s(view) + stream_s * requests[place]
+            rank_s = self._rank_s(place, view)
             if rank_s < least_s:
                 best, least_s = [place], rank_s
             elif rank_s == least_s:
@@ -339,14 +365,16 @@ class _Job:
     def _others(self) -> Iterator[int]:
         """Places of all that may be D of a hand-off, best first."""
         if self._ranked is None:
-            fleet, stream_s = self._fleet, self._policy.stream_s
             ranks = [
-                (self._queue_s(view) + stream_s * view.requests, tie_break(fleet, place), place)
-                for place, view in enumerate(fleet.instances)
+                (self._rank_s(place, view), tie_break(self._fleet, place), place)
+                for place, view in enumerate(self._fleet.instances)
                 if may_receive(view) and view.instance not in self._specialists and self._receives(view)
             ]
             self._ranked = [place for _, _, place in sorted(ranks)]
         yield from self._ranked
+
+    def _rank_s(self, place: int, view: InstanceView) -> float:
+        return self._queue_s(view) + self._policy.stream_s * view.requests + self._evictions_s.get(place, 0.0)
 
     def _receives(self, view: InstanceView) -> bool:
         return self._policy._has_room(view, self._request.prompt_tokens, self._request.max_tokens)

@@ -162,3 +162,22 @@ def test_commits_count_heavy_prefills_and_snapshots_only_read() -> None:
     [specialist] = state.specialists.names
     state.remove_instance(specialist)
     assert state.specialists.names == ()
+
+
+def test_snapshots_have_the_contexts_of_other_sessions_while_there_are_specialists() -> None:
+    state = FleetState()
+    names = [f"inst-{number}" for number in range(4)]
+    for name in names:
+        state.add_instance(name, Role.KV_BOTH)
+        state.set_capacity(name, 10_000_000, 16.0)
+    for number in range(12):
+        now_s, request = 10.0 * number, ask_new(number, 120_000, session_id=f"s-{number}")
+        fleet = state.snapshot(request, now_s, names)
+        assert bool(fleet.contexts) == bool(fleet.specialists)
+        decision = decision_for(request, names[number % 3], names[3])
+        state.commit(request, fleet, decision, now_s).release(now_s)
+    again = state.snapshot(ask_new(0, 120_000, session_id="s-0"), 130.0, names)
+    assert dict(again.contexts) == {"inst-0": 360_000, "inst-1": 480_000, "inst-2": 480_000}
+    state.restarted("inst-1")
+    assert "inst-1" not in state.snapshot(request, 131.0, names).contexts
+    assert again.contexts["inst-1"] == 480_000, "a snapshot does not change"

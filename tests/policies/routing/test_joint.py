@@ -76,7 +76,8 @@ def test_without_specialists_or_producers_the_choice_is_that_of_warm() -> None:
 def test_what_is_not_long_is_placed_by_warm_and_specialists_cost_more(case: tuple[RequestView, FleetSnapshot]) -> None:
     request, snapshot = case
     names = tuple(each.instance for each in snapshot.instances)
-    choice = Joint(heavy_tokens=10**9, specialist_s=3.0).choose(request, snapshot._replace(specialists=names[:2]))
+    policy = Joint(heavy_tokens=10**9, specialist_s=3.0, eviction_weight=0.0)
+    choice = policy.choose(request, snapshot._replace(specialists=names[:2]))
     warm = Warm().choose(request, snapshot)
     extra = [3.0 if name in names[:2] else 0.0 for name in names]
     assert [each.score for each in choice.scores] == [
@@ -120,11 +121,36 @@ def test_a_long_cold_prompt_is_prefilled_on_the_specialist_and_decoded_where_the
     prefill_s = PrefillModel().seconds(PROMPT, 0)
     assert inputs["prefill_s"] == prefill_s
     assert inputs["first_s"] == prefill_s + inputs["transfer_s"]
-    assert inputs["handed_off_s"] == pytest.approx(inputs["first_s"] * 1.02 + inputs["streams_s"] + 0.02 * 4)
+    assert inputs["handed_off_s"] == pytest.approx(
+        inputs["first_s"] * 1.02 + inputs["streams_s"] + 0.02 * 4 + inputs["eviction_s"]
+    )
     score = score_of(choice, "b")
     assert score.score == inputs["handed_off_s"] < inputs["colocated_s"]
     assert score.inputs["handed_off_s"] == score.score < score.inputs["colocated_s"]
     assert score_of(choice, "p").inputs["specialist_s"] == 1.0
+
+
+def test_contexts_are_placed_where_the_fewest_of_the_last_minutes_are() -> None:
+    request, contexts = REQUEST._replace(prompt_tokens=10_000), {"a": 300_000, "b": 200_000, "p": 0}
+    views = view("a", 0), view("b", 0), view("p", 0)
+    choice = Joint().choose(request, fleet(*views, contexts=contexts))
+    assert choice.instance == "b", "the specialist costs a second more, which is more than it would save"
+    again_s = PrefillModel().seconds(10_000, 0) - PrefillModel().seconds(0, 0)
+    assert score_of(choice, "b").inputs["eviction_s"] == again_s * 210_000 / views[0].kv_capacity_tokens
+    assert score_of(choice, "p").inputs["eviction_s"] < score_of(choice, "b").inputs["eviction_s"]
+    there = Joint(specialist_s=0.0).choose(request, fleet(*views, contexts=contexts))
+    assert there.instance == "p"
+    unknown = views[0]._replace(kv_capacity_tokens=0), *views[1:]
+    assert "eviction_s" not in score_of(Joint().choose(request, fleet(*unknown, contexts=contexts)), "a").inputs
+
+
+def test_a_hand_off_goes_to_the_pool_with_the_fewest_contexts() -> None:
+    snapshot = fleet(*BUSY, contexts={"a": 0, "b": 700_000, "p": 0})
+    choice = Joint(stream_s=0.0).choose(REQUEST, snapshot)
+    assert choice.plan is not None
+    assert (choice.instance, choice.plan.prefill_on) == ("a", "p")
+    assert choice.plan.inputs["eviction_s"] > 0
+    assert Joint(stream_s=0.0).choose(REQUEST, snapshot._replace(contexts={})).instance == "b"
 
 
 def plan_of(snapshot: FleetSnapshot, request: RequestView = REQUEST, **params: Any) -> tuple[str | None, OffloadReason]:

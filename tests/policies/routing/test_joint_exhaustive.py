@@ -13,7 +13,16 @@ from policies.routing.base import tie_break
 from policies.routing.joint import Joint
 from policies.routing.warm import Warm
 from policies.snapshot import FleetColumns, FleetSnapshot
-from policies.types import Connector, InstanceView, OffloadReason, QueuedPrefill, RequestView, Role, Transport
+from policies.types import (
+    CandidateScore,
+    Connector,
+    InstanceView,
+    OffloadReason,
+    QueuedPrefill,
+    RequestView,
+    Role,
+    Transport,
+)
 from tests.policies.builders import ask
 from tests.policies.offload.test_few_are_priced import drawn_costs, drawn_view
 
@@ -26,6 +35,8 @@ PARAMS: tuple[dict[str, Any], ...] = (
     {"heavy_tokens": 1, "max_own_loss": 10.0, "queue_cost": 0.0},
     {"heavy_tokens": 1, "max_own_loss": 10.0, "slowdown": 0.5, "overtakes": 1.0},
     {"heavy_tokens": 1, "max_own_loss": 10.0, "slowdown": 0.0},
+    {"heavy_tokens": 1, "max_own_loss": 10.0, "eviction_weight": 5.0},
+    {"heavy_tokens": 1, "max_own_loss": 10.0, "eviction_weight": 0.0},
 )
 
 
@@ -64,6 +75,7 @@ def drawn(draw: random.Random) -> tuple[RequestView, FleetSnapshot]:
         broken_pairs=frozenset((draw.choice(names), draw.choice(names)) for _ in range(draw.choice((0, 0, 4)))),
         prefill_instances=(*views, *only) if only else (),
         specialists=(*specialists, *draw.choice(((), ("gone",)))),
+        contexts={name: draw.choice((0, 100_000, 700_000)) for name in names if draw.random() < 0.8},
     )
 
 
@@ -79,8 +91,10 @@ def exhaustive(
     """D, P (or None), the hand-off's terms if it is chosen, and the score: every placement priced."""
     warm = warm_of(policy).choose(request, fleet)
     names = [view.instance for view in fleet.instances]
+    evictions = evictions_of(policy, request, fleet)
     scores = [
-        each.score + policy.specialist_s if each.instance in fleet.specialists else each.score for each in warm.scores
+        each.score + sum(([evictions[each.instance]] if each.instance in evictions else []) + fee(policy, fleet, each))
+        for each in warm.scores
     ]
     place = min(range(len(names)), key=lambda at: (scores[at], tie_break(fleet, at)))
     if request.prompt_tokens - fleet.instances[place].cached_tokens < policy.heavy_tokens:
@@ -103,7 +117,11 @@ def exhaustive(
     alone = names[place], None, dict[str, float](), scores[place]
     bound_s = (1 + policy.max_own_loss) * first_s
     receivers = [
-        (queues[view.instance] + policy.stream_s * view.requests, tie_break(fleet, at), view)
+        (
+            queues[view.instance] + policy.stream_s * view.requests + evictions.get(view.instance, 0.0),
+            tie_break(fleet, at),
+            view,
+        )
         for at, view in enumerate(fleet.instances)
         if may_receive(view) and view.instance not in fleet.specialists and roomy(view, request, request.max_tokens)
     ]
@@ -119,7 +137,8 @@ def exhaustive(
             if may_send(prefill, rank[2]) and (prefill.instance, rank[2].instance) not in fleet.broken_pairs
         ]
         if usable:
-            terms = priced(policy, request, fleet, prefill, min(usable)[2], queues)
+            eviction_s = evictions.get(min(usable)[2].instance, 0.0)
+            terms = priced(policy, request, fleet, prefill, min(usable)[2], queues, eviction_s)
             if terms["first_s"] <= bound_s:
                 found.append((terms["handed_off_s"], at, prefill.instance, min(usable)[2].instance, terms))
     if not found or min(found)[0] >= scores[place]:
@@ -139,6 +158,26 @@ def warm_of(policy: Joint) -> Warm:
     )
 
 
+def evictions_of(policy: Joint, request: RequestView, fleet: FleetSnapshot) -> dict[str, float]:
+    """What the contexts sent to each instance add to its price, if a specialist is among the candidates."""
+    if not set(fleet.specialists) & {view.instance for view in fleet.instances}:
+        return {}
+    model = fleet.costs.prefill if fleet.costs is not None and policy.learned else Costs().prefill
+    again_s = max(0.0, model.seconds(request.prompt_tokens, 0) - model.seconds(0, 0))
+    return {
+        view.instance: policy.eviction_weight
+        * again_s
+        * (fleet.contexts.get(view.instance, 0) + request.prompt_tokens)
+        / view.kv_capacity_tokens
+        for view in fleet.instances
+        if view.kv_capacity_tokens
+    }
+
+
+def fee(policy: Joint, fleet: FleetSnapshot, score: CandidateScore) -> list[float]:
+    return [policy.specialist_s] if score.instance in fleet.specialists else []
+
+
 def roomy(view: InstanceView, request: RequestView, answer_tokens: int) -> bool:
     pool, taken = view.kv_capacity_tokens, view.kv_used_tokens + view.kv_promised_tokens + request.prompt_tokens
     return pool > 0 and taken <= 0.9 * pool and taken + answer_tokens <= pool
@@ -151,6 +190,7 @@ def priced(
     prefill: InstanceView,
     decode: InstanceView,
     queues: dict[str, float],
+    eviction_s: float,
 ) -> dict[str, float]:
     costs, pair = fleet.costs or Costs(), (prefill.instance, decode.instance)
     model = costs.prefill if policy.learned else Costs().prefill
@@ -174,8 +214,9 @@ def priced(
         "streams_s": streams_s,
         "behind_s": behind_s,
         "decode_s": decode_s,
+        "eviction_s": eviction_s,
         "risk_s": risk_s,
-        "handed_off_s": first_s + streams_s + behind_s + decode_s + risk_s,
+        "handed_off_s": first_s + streams_s + behind_s + decode_s + eviction_s + risk_s,
     }
 
 
