@@ -21,7 +21,7 @@ class _Sent(NamedTuple):
     """The last request of a session."""
 
     instance: str
-    """Where it decodes; empty if that has lost its KV since."""
+    """Instance that it decodes on; empty if that has lost its KV since."""
     tokens: int
     """Of its prompt."""
     at_s: float

@@ -27,7 +27,7 @@ def with_nvlink_and_long_work(cluster: Cluster) -> None:
     for number in range(ENGINES):
         state.add_instance(f"inst-{number}", Role.KV_BOTH, "host", Transport.NVLINK)
     state.specialists.began(now_s - 600.0)
-    state.specialists.contexts.sent("ended", 20_000, now_s - 600.0, 1)
+    state.specialists.contexts.sent("ended", "inst-0", 20_000, now_s - 600.0, 1)
     state.specialists.prefilled(1e4, now_s)
 
 

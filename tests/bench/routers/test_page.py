@@ -42,6 +42,7 @@ def _runs(folder: str) -> list[RouterRecord]:
         ("own GPUs", "hand-offs-h100-4x", 78.3, "warm"),
         ("own GPUs, second", "hand-offs-h100-4x-second", 90.1, "warm"),
         ("own GPUs, fourth", "hand-offs-h100-4x-fourth", 90.1, "warm"),
+        ("parts of a GPU", "hand-offs-h200-mps", 116.0, "warm"),
         ("order", "order-h100-4x", 48.9, "warm,slowdown=0"),
         ("order, conversations", "order-h100-4x-conversations", 26.0, "warm,slowdown=0"),
         ("order, agents", "order-h100-4x-agents", 75.2, "warm,slowdown=0"),
@@ -97,6 +98,25 @@ def test_what_the_page_says_of_single_runs_on_gpus_of_their_own() -> None:
     assert f"`joint` ({first:.2f} and {second:.2f} s)" in _PAGE
     assert f"`warm` ({min(p90['warm']):.2f} to {max(p90['warm']):.2f} s)" in _PAGE
     assert f"{min(longest):.1f} to {max(longest):.1f} s for 123,058 tokens" in _PAGE
+
+
+def test_what_the_page_says_of_runs_on_parts_of_a_gpu() -> None:
+    said = {}
+    for run in [*_runs("hand-offs-h200-mps"), *_runs("hand-offs-h200-mps-second")]:
+        judged = [record for each in run.requests if (record := each.record()).trace_timestamp_s >= 116]
+        first = [each.ttft_scheduled_s or 0.0 for each in judged]
+        whole = float(np.mean([each.e2e_scheduled_s or 0.0 for each in judged]))
+        handed = sum(each.prefill_instance is not None for each in judged)
+        figures = (f"{whole:.2f}", f"{np.quantile(first, 0.9):.2f}", f"{np.mean(first):.2f}", handed, len(run.requests))
+        said[run.label, run.repeat] = figures
+    assert said == {
+        ("warm", 0): ("7.04", "2.57", "1.31", 0, 684),
+        ("joint", 0): ("6.31", "2.07", "1.08", 14, 684),
+        ("joint", 1): ("6.62", "2.29", "1.24", 17, 683),
+    }
+    assert "mean E2E 6.31 and 7.04 s, TTFT p90 2.07 and 2.57 s" in _PAGE
+    assert "6.62 s, 2.29 s; mean TTFT of the three 1.08, 1.24\nand 1.31 s" in _PAGE
+    assert "14 and 17 judged requests were handed over" in _PAGE
 
 
 def test_what_the_page_says_of_contexts_that_moved() -> None:

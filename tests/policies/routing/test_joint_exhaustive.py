@@ -159,7 +159,7 @@ def warm_of(policy: Joint) -> Warm:
 
 
 def evictions_of(policy: Joint, request: RequestView, fleet: FleetSnapshot) -> dict[str, float]:
-    """What the contexts sent to each instance add to its price, if a specialist is among the candidates."""
+    """Price of the contexts sent to each instance, if a specialist is among the candidates."""
     if not set(fleet.specialists) & {view.instance for view in fleet.instances}:
         return {}
     model = fleet.costs.prefill if fleet.costs is not None and policy.learned else Costs().prefill
