@@ -145,12 +145,14 @@ class Joint(Warm):
         scores = self._scored(columns, terms)
         specialists = _places_of(fleet.specialists, columns) if request.may_offload else {}
         more_s = self._evictions_s(request, fleet, columns) if specialists else {}
-        more = {at: {"eviction_s": eviction_s} for at, eviction_s in more_s.items()}
+        for at, eviction_s in more_s.items():
+            name, score_s, inputs, _, _ = scores[at]
+            scores[at] = CandidateScore(name, score_s + eviction_s, {**inputs, "eviction_s": eviction_s})
         for at in specialists.values():
-            more[at] = {**more.get(at, {}), "specialist_s": self.specialist_s}
-        for at, terms_s in more.items():
-            score = scores[at]
-            scores[at] = score._replace(score=score.score + sum(terms_s.values()), inputs={**score.inputs, **terms_s})
+            name, score_s, inputs, _, _ = scores[at]
+            # Eviction and fee are added first, as in ``quick``, for the same rounding.
+            score_s = sum(terms[at]) + (more_s.get(at, 0.0) + self.specialist_s)
+            scores[at] = CandidateScore(name, score_s, {**inputs, "specialist_s": self.specialist_s})
         place = least(fleet, [score[1] for score in scores])
         plan = _SHAPE
         if request.may_offload:
