@@ -35,6 +35,7 @@ if [ -z "${SIMULATED:-}" ] && [ -n "${ENGINE_SPEED:-}${PROFILE:-}" ]; then
 fi
 scheduling=${SCHEDULING:-fcfs} threshold=${LONG_PREFILL:-0}
 case $scheduling in fcfs | priority) ;; *) echo "SCHEDULING: fcfs or priority"; exit 2 ;; esac
+case ${MPS:-0} in 0 | 1) ;; *) echo "MPS: 0 or 1"; exit 2 ;; esac
 case $transfer in none) role=none ;; tcp | nvlink) role=kv_both ;; *) echo "TRANSFER: none, tcp or nvlink"; exit 2 ;; esac
 shape=$("$python" bench/gpu/engine_shape.py --model "$model" --longest "$longest" --pool-bytes "$pool_bytes" \
   --block-size "$block" --overrides "${HF_OVERRIDES:-{\}}" "${weights[@]}") || exit 2
@@ -44,15 +45,17 @@ if [ -n "${SIMULATED:-}" ] && [ "$pool" = 0 ]; then
   exit 2
 fi
 : > "$output/pids"
-case ${MPS:-0} in 0 | 1) ;; *) echo "MPS: 0 or 1"; exit 2 ;; esac
 if [ "${MPS:-0}" = 1 ] && [ -z "${SIMULATED:-}" ]; then
   export CUDA_MPS_PIPE_DIRECTORY=$output/mps CUDA_MPS_LOG_DIRECTORY=$output/mps
   mkdir -p "$output/mps"
   setsid nvidia-cuda-mps-control -f > "$output/mps.log" 2>&1 < /dev/null &
   mps=$!
   export CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=$((100 / per_gpu))
-  sleep 1
-  kill -0 "$mps" 2> /dev/null || { echo "MPS did not start:"; cat "$output/mps.log"; exit 1; }
+  for ((i = 0; i < 100; i++)); do
+    if [ -e "$output/mps/control" ] || ! kill -0 "$mps" 2> /dev/null; then break; fi
+    sleep 0.1
+  done
+  [ -e "$output/mps/control" ] || { echo "MPS did not start:"; cat "$output/mps.log"; kill "$mps" 2> /dev/null; exit 1; }
 fi
 {
   printf 'host: 127.0.0.1\nport: %d\npolicy: {name: warm}\ninstances:\n' "${PROXY_PORT:-9090}"

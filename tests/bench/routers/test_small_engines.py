@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,7 @@ def run(output: Path, **environment: str) -> subprocess.CompletedProcess[str]:
         ({"HF_OVERRIDES": '{"num_key_value_heads": 1}'}, "set LOAD_FORMAT=dummy"),
         ({"PROFILE": "h20"}, "set SIMULATED=1 too"),
         ({"ENGINE_SPEED": "2"}, "set SIMULATED=1 too"),
+        ({"MPS": "25"}, "MPS: 0 or 1"),
     ],
 )
 def test_the_script_refuses_before_it_starts_an_engine(
@@ -120,6 +121,41 @@ def test_the_script_refuses_before_it_starts_an_engine(
     assert ended.returncode == 2, ended.stdout + ended.stderr
     assert reason in ended.stdout + ended.stderr
     assert not (tmp_path / "pids").exists()
+
+
+@pytest.mark.parametrize("starts", [True, False])
+def test_engines_that_share_multiprocessors_end_with_their_service(starts: bool, tmp_path: Path) -> None:
+    service, engine, seen = tmp_path / "nvidia-cuda-mps-control", tmp_path / "python", tmp_path / "percentage"
+    service.write_text(
+        '#!/bin/sh\ntouch "$CUDA_MPS_PIPE_DIRECTORY/control"\nexec sleep 600\n'
+        if starts
+        else "#!/bin/sh\necho no device\nexit 1\n"
+    )
+    engine.write_text(
+        f'#!/bin/sh\ncase "$1" in *.py) exec {sys.executable} "$@" ;; esac\n'
+        f'echo "$CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" > {seen}\nexit 1\n'
+    )
+    for each in (service, engine):
+        each.chmod(0o755)
+    output = tmp_path / "fleet"
+    with ended_with_the_test(output):
+        ended = run(
+            output,
+            MPS="1",
+            PER_GPU="4",
+            GPUS="1",
+            LOAD_FORMAT="dummy",
+            ENGINE_PYTHON=str(engine),
+            PATH=f"{tmp_path}:{os.environ['PATH']}",
+        )
+        said = ended.stdout + ended.stderr
+        assert ended.returncode == 1, said
+        assert ("MPS did not start" in said, "no device" in said) == (not starts, not starts)
+        assert seen.exists() == starts
+        if starts:
+            assert seen.read_text() == "25\n"
+            assert "instance 0 did not become ready" in said
+            assert len((output / "pids").read_text().split()) == 5
 
 
 def first_port() -> int:
@@ -143,7 +179,8 @@ def ended_with_the_test(output: Path) -> Iterator[None]:
     finally:
         pids = output / "pids"
         for pid in pids.read_text().split() if pids.exists() else []:
-            os.kill(int(pid), signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
 
 
 @pytest.mark.fleet

@@ -129,13 +129,18 @@ def test_an_earlier_time_changes_nothing_for_the_worse() -> None:
     assert book.share(160.0) == pytest.approx(10.0 * 0.5 * 0.6931 / 60.0 / 0.5, rel=0.01)
 
 
-@pytest.mark.parametrize(("pool_tokens", "number"), [(30_000, 0), (60_000, 2)])
-def test_idle_contexts_that_may_return_count_against_specialists(pool_tokens: int, number: int) -> None:
-    state = FleetState()
-    names = [f"inst-{number}" for number in range(8)]
+def fleet_state(instances: int, pool_tokens: int) -> tuple[FleetState, list[str]]:
+    """State of a fleet that can hand over KV, and the names of its instances."""
+    state, names = FleetState(), [f"inst-{number}" for number in range(instances)]
     for name in names:
         state.add_instance(name, Role.KV_BOTH)
         state.set_capacity(name, pool_tokens, 16.0)
+    return state, names
+
+
+@pytest.mark.parametrize(("pool_tokens", "number"), [(30_000, 0), (60_000, 2)])
+def test_idle_contexts_that_may_return_count_against_specialists(pool_tokens: int, number: int) -> None:
+    state, names = fleet_state(8, pool_tokens)
     for turn in range(40):
         now_s, request = 10.0 * turn, ask_new(turn, 4_500, session_id=f"s-{turn}")
         state.specialists.prefilled(100.0, now_s)
@@ -147,11 +152,7 @@ def test_idle_contexts_that_may_return_count_against_specialists(pool_tokens: in
 
 
 def test_commits_count_heavy_prefills_and_snapshots_only_read() -> None:
-    state = FleetState()
-    names = [f"inst-{number}" for number in range(4)]
-    for name in names:
-        state.add_instance(name, Role.KV_BOTH)
-        state.set_capacity(name, 10_000_000, 16.0)
+    state, names = fleet_state(4, 10_000_000)
     for number in range(12):
         now_s, request = 10.0 * number, ask_new(number, 120_000)
         fleet = state.snapshot(request, now_s, names)
@@ -165,11 +166,7 @@ def test_commits_count_heavy_prefills_and_snapshots_only_read() -> None:
 
 
 def test_snapshots_have_the_contexts_of_other_sessions_while_there_are_specialists() -> None:
-    state = FleetState()
-    names = [f"inst-{number}" for number in range(4)]
-    for name in names:
-        state.add_instance(name, Role.KV_BOTH)
-        state.set_capacity(name, 10_000_000, 16.0)
+    state, names = fleet_state(4, 10_000_000)
     for number in range(12):
         now_s, request = 10.0 * number, ask_new(number, 120_000, session_id=f"s-{number}")
         fleet = state.snapshot(request, now_s, names)
