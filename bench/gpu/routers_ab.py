@@ -187,10 +187,24 @@ def table(
             "WARM below 5,000, HEAVY from 20,000, MEDIUM between. Default: all.",
         ),
     ] = None,
+    only_repeats: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--repeat",
+            min=0,
+            help="Show only this run of each arm, numbered from 0 as in the files' names. Repeatable. Default: all.",
+        ),
+    ] = None,
 ) -> None:
     """Print the comparison as Markdown: what was measured, and differences with paired 95 % intervals."""
     try:
-        for line in lines_of(list(read_records(folder).values()), base, skip_first_s, only_class):
+        records = list(read_records(folder).values())
+        if only_repeats:
+            made = sorted({each.repeat for each in records})
+            if absent := sorted(set(only_repeats) - set(made)):
+                raise RouterRecordError(f"{folder}: no run {_listed(absent)}; there are {_listed(made)}")
+            records = [each for each in records if each.repeat in only_repeats]
+        for line in lines_of(records, base, skip_first_s, only_class):
             typer.echo(line)
     except RouterRecordError as error:
         _stop(error)
@@ -207,6 +221,10 @@ def steps(folder: Annotated[Path, typer.Argument(help="Folder of records.")]) ->
             typer.echo(line)
     except RouterRecordError as error:
         _stop(error)
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers)) or "none"
 
 
 def _settings(config: Path) -> dict[str, Any]:

@@ -69,17 +69,20 @@ def test_a_run_ends_after_the_judged_seconds_and_answers_are_cut() -> None:
 
 @pytest.mark.traces
 @pytest.mark.parametrize(
-    ("results", "seed", "judged_s", "judged_from", "warming_load", "output_tokens"),
+    ("results", "load", "fleet", "seed", "judged_s", "judged_from", "warming_load", "output_tokens"),
     [
-        ("hand-offs-h100-4x", 1, 150, "78.3", "0.5", "4096"),
-        ("hand-offs-h100-4x-second", 2, 225, "90.1", "0.5", "4096"),
-        ("hand-offs-h100-4x-third", 2, 110, "90.1", "0.5", "4096"),
-        ("hand-offs-h100-4x-fourth", 2, 225, "90.1", "0.5", "4096"),
-        ("hand-offs-h200-mps", 4, 180, "116.0", "1", "2048"),
+        ("hand-offs-h100-4x", "0.8", 4, 1, 150, "78.3", "0.5", "4096"),
+        ("hand-offs-h100-4x-second", "0.8", 4, 2, 225, "90.1", "0.5", "4096"),
+        ("hand-offs-h100-4x-third", "0.8", 4, 2, 110, "90.1", "0.5", "4096"),
+        ("hand-offs-h100-4x-fourth", "0.8", 4, 2, 225, "90.1", "0.5", "4096"),
+        ("hand-offs-h200-mps", "0.8", 4, 4, 180, "116.0", "1", "2048"),
+        ("hand-offs-h200-2x-mps", "0.9", 8, 4, 150, "132.8", "1", "2048"),
     ],
 )
 def test_the_commands_of_the_page_write_the_traces_of_its_records(
     results: str,
+    load: str,
+    fleet: int,
     seed: int,
     judged_s: int,
     judged_from: str,
@@ -91,7 +94,7 @@ def test_the_commands_of_the_page_write_the_traces_of_its_records(
     if not folder.is_dir():
         pytest.skip(f"public traces not found at {folder}; set WARMROUTE_TRACES")
     output = tmp_path / "cell.jsonl"
-    cell = ["--trace", "kct_raw", "--load", "0.8", "--pool", "4", "--fleet", "4", "--seed", str(seed)]
+    cell = ["--trace", "kct_raw", "--load", load, "--pool", "4", "--fleet", str(fleet), "--seed", str(seed)]
     cut = ["--warming-load", warming_load, "--output-tokens", output_tokens, "--judged-s", str(judged_s)]
     engines = RESULTS / re.sub("third|fourth", "second", results) / "engines.yaml"
     profile = ["--profile", str(engines)]

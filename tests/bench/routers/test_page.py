@@ -7,18 +7,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from bench.gpu.routers_ab import app
 from bench.routers.records import RouterRecord, read_records
 from bench.routers.table import lines_of
 from replayer.records.runs import RequestRecord
 
 _DOCS = Path(__file__).parents[3] / "docs"
+RESULTS = _DOCS / "results"
+_README = (_DOCS.parent / "README.md").read_text(encoding="utf-8")
 _PAGE = (_DOCS / "head-to-head.md").read_text(encoding="utf-8")
 
 
 @cache
 def _runs(folder: str) -> list[RouterRecord]:
-    return list(read_records(_DOCS / "results" / folder).values())
+    return list(read_records(RESULTS / folder).values())
 
 
 @pytest.mark.parametrize(
@@ -43,6 +47,7 @@ def _runs(folder: str) -> list[RouterRecord]:
         ("own GPUs, second", "hand-offs-h100-4x-second", 90.1, "warm"),
         ("own GPUs, fourth", "hand-offs-h100-4x-fourth", 90.1, "warm"),
         ("parts of a GPU", "hand-offs-h200-mps", 116.0, "warm"),
+        ("parts of two GPUs", "hand-offs-h200-2x-mps", 132.8, "warm"),
         ("order", "order-h100-4x", 48.9, "warm,slowdown=0"),
         ("order, conversations", "order-h100-4x-conversations", 26.0, "warm,slowdown=0"),
         ("order, agents", "order-h100-4x-agents", 75.2, "warm,slowdown=0"),
@@ -382,3 +387,39 @@ def _moved_from_busy_instances(records: list[RequestRecord], until_s: float) -> 
             busy += _computes_a_long_prompt(records, record, home)
         homes.setdefault(record.session_id, set()).update({where, record.instance})
     return moved, busy
+
+
+def test_what_the_page_says_of_each_pair_of_runs_on_parts_of_two_gpus() -> None:
+    command = ["table", str(RESULTS / "hand-offs-h200-2x-mps"), "--skip-first-s", "132.8"]
+    figures: dict[str, list[tuple[float, ...]]] = {"warm": [], "joint": []}
+    for repeat, pair in enumerate(("first pair", "second pair")):
+        shown = CliRunner().invoke(app, [*command, "--repeat", str(repeat)])
+        assert shown.exit_code == 0, shown.output
+        rows = [line for line in shown.output.splitlines() if line.startswith("| `")]
+        assert rows[-1].replace("`joint`", pair) in _PAGE
+        for row in rows[:2]:
+            name, runs, ok, *cells = [cell.strip() for cell in row.strip("|").split("|")]
+            assert (runs, ok) == ("1", "993/993")
+            figures[name.strip("`")].append(tuple(float(each) for cell in cells[:5] for each in cell.split(", ")))
+    of_warm, of_joint = (zip(*figures[name], strict=True) for name in ("warm", "joint"))
+    assert all(max(joint) < min(warm) for warm, joint in zip(of_warm, of_joint, strict=True))
+    refused = CliRunner().invoke(app, [*command, "--repeat", "2"])
+    assert refused.exit_code == 2
+    assert "no run 2; there are 0, 1" in refused.output
+
+
+def test_what_the_pages_say_of_whole_answers_and_the_longest_waits_on_parts_of_two_gpus() -> None:
+    waits: dict[str, list[list[float]]] = {"warm": [], "joint": []}
+    whole: dict[str, list[float]] = {"warm": [], "joint": []}
+    for run in _runs("hand-offs-h200-2x-mps"):
+        judged = [record for each in run.requests if (record := each.record()).trace_timestamp_s >= 132.8]
+        waits[run.label].append([each.ttft_scheduled_s or 0.0 for each in judged])
+        whole[run.label] += [each.e2e_scheduled_s or 0.0 for each in judged]
+    means = "[`joint`](docs/elastic.md) {:.1f} s | `warm` {:.1f} s |".format(
+        *map(np.mean, (whole["joint"], whole["warm"]))
+    )
+    assert means in _README
+    p99 = {name: [f"{np.quantile(each, 0.99):.1f}" for each in runs] for name, runs in waits.items()}
+    longest = {name: f"{max(map(max, runs)):.0f}" for name, runs in waits.items()}
+    assert "TTFT p99 is {} and {} s with `joint`, {} and {} s with `warm`".format(*p99["joint"], *p99["warm"]) in _PAGE
+    assert "the longest {joint} instead of {warm} s".format(**longest) in _PAGE
