@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
 
 from policies.costs.formulas import Costs
-from policies.types import Connector, HotspotView, InstanceView, Role, Transport
+from policies.types import Connector, ContextsView, HotspotView, InstanceView, Role, Transport
 
 
 class FleetSnapshot(NamedTuple):
@@ -28,8 +28,8 @@ class FleetSnapshot(NamedTuple):
     """Cost models at this moment; None if nothing is learned."""
     specialists: tuple[str, ...] = ()
     """Instances designated for long prefills (`policies.offload.specialists`), candidates or not."""
-    contexts: Mapping[str, int] = {}
-    """Tokens of the contexts sent to each instance lately, less the request's own; empty if there is no specialist."""
+    contexts: ContextsView = ContextsView()
+    """Empty if there is no specialist."""
 
     @property
     def senders(self) -> tuple[InstanceView, ...]:

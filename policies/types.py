@@ -202,6 +202,15 @@ class InstanceView(NamedTuple):
         return self.pending_prefill_tokens + self.decoding_tokens
 
 
+class ContextsView(NamedTuple):
+    """Contexts of the last minutes that other requests may need again."""
+
+    tokens: Mapping[str, int] = {}
+    """By the instance that they were sent to, less the request's own. Instances without any may be missing."""
+    return_share: float = 1.0
+    """Share of contexts that a further request follows."""
+
+
 class HotspotView(NamedTuple):
     """The request's prefix class in the hotspot detector (LMetric, arXiv 2603.15202)."""
 

@@ -11,7 +11,7 @@ from math import exp2, log
 from typing import NamedTuple
 
 from policies.offload.recent_contexts import RecentContexts
-from policies.types import InstanceView, Role
+from policies.types import ContextsView, InstanceView, Role
 
 HALF_LIFE_S = 60.0
 """Half-life of the share of long prefills."""
@@ -130,9 +130,10 @@ class Specialists:
         self.began(now_s)
         self.contexts.sent(session, instance, prompt_tokens, now_s, memory)
 
-    def contexts_without(self, session: str) -> dict[str, int]:
-        """Recent contexts by instance, in tokens, without that of ``session``; empty while there is no specialist."""
-        return self.contexts.by_instance(session) if self.names else {}
+    def contexts_without(self, session: str) -> ContextsView:
+        """Recent contexts without that of ``session``; empty while there is no specialist."""
+        contexts = self.contexts
+        return ContextsView(contexts.by_instance(session), contexts.return_share) if self.names else ContextsView()
 
     def prefilled(self, seconds: float, now_s: float) -> None:
         """Count a long prefill that was sent to an instance, ``seconds`` long as predicted."""

@@ -59,9 +59,10 @@ class Joint(Warm):
     (`policies.offload.specialists`); instances that only prefill count as specialists too.
 
     - On one instance: the score of ``warm``, and ``specialist_s`` more on a specialist, so that others decode. Then the
-      others' pools hold more, so contexts are placed evenly: each score has ``eviction_weight x (T(prompt) - T(0)) x
-      (contexts + prompt) / pool`` more, the time to compute the context again times the share of the pool that the
-      contexts of the last 15 minutes would fill with it (`policies.offload.recent_contexts`).
+      others' pools hold more, so contexts are placed evenly: each score has ``eviction_weight x return_share x
+      (T(prompt) - T(0)) x (contexts + prompt) / pool`` more: the time to compute the context again, times the share of
+      contexts that are needed again and that of the pool that those of the last 15 minutes would fill with it
+      (`policies.offload.recent_contexts`).
     - A request with ``heavy_tokens`` new ones on the best of these may be prefilled on a specialist P, and decoded on
       the D that has room and the lowest ``queue + stream_s x requests + eviction``: its first token comes after
       ``first = max(queue_P + T_P + X, queue_D)``, with ``T_P`` the prefill on P and ``X`` the transfer of what D lacks.
@@ -174,11 +175,11 @@ class Joint(Warm):
 
     def _evictions_s(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> dict[int, float]:
         """Seconds that the recent contexts add to each place whose pool is known."""
-        contexts, prompt = fleet.contexts, request.prompt_tokens
+        (tokens, return_share), prompt = fleet.contexts, request.prompt_tokens
         model = self._model(fleet)
-        weight = self.eviction_weight * max(0.0, model.seconds(prompt, 0) - model.seconds(0, 0))
+        weight = self.eviction_weight * return_share * max(0.0, model.seconds(prompt, 0) - model.seconds(0, 0))
         return {
-            at: weight * (contexts.get(name, 0) + prompt) / pool
+            at: weight * (tokens.get(name, 0) + prompt) / pool
             for at, (name, pool) in enumerate(zip(columns.instance, columns.kv_capacity_tokens, strict=True))
             if pool
         }

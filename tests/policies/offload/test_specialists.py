@@ -170,11 +170,24 @@ def test_snapshots_have_the_contexts_of_other_sessions_while_there_are_specialis
     for number in range(12):
         now_s, request = 10.0 * number, ask_new(number, 120_000, session_id=f"s-{number}")
         fleet = state.snapshot(request, now_s, names)
-        assert bool(fleet.contexts) == bool(fleet.specialists)
+        assert bool(fleet.contexts.tokens) == bool(fleet.specialists)
         decision = decision_for(request, names[number % 3], names[3])
         state.commit(request, fleet, decision, now_s).release(now_s)
     again = state.snapshot(ask_new(0, 120_000, session_id="s-0"), 130.0, names)
-    assert dict(again.contexts) == {"inst-0": 360_000, "inst-1": 480_000, "inst-2": 480_000}
+    assert again.contexts.return_share == 1.0
+    assert dict(again.contexts.tokens) == {"inst-0": 360_000, "inst-1": 480_000, "inst-2": 480_000}
     state.restarted("inst-1")
-    assert "inst-1" not in state.snapshot(request, 131.0, names).contexts
-    assert again.contexts["inst-1"] == 480_000, "a snapshot does not change"
+    assert "inst-1" not in state.snapshot(request, 131.0, names).contexts.tokens
+    assert again.contexts.tokens["inst-1"] == 480_000, "a snapshot does not change"
+
+
+def test_contexts_that_nothing_follows_count_for_less() -> None:
+    state, names = fleet_state(4, 10_000_000)
+    for number in range(300):
+        now_s, request = 10.0 * number, ask_new(number, 120_000, session_id=f"once-{number}")
+        fleet = state.snapshot(request, now_s, names)
+        decision = decision_for(request, names[number % 3], names[3])
+        state.commit(request, fleet, decision, now_s).release(now_s)
+    contexts = state.snapshot(request, now_s, names).contexts
+    assert sum(contexts.tokens.values()) > 80 * 120_000
+    assert contexts.return_share < 0.5

@@ -17,7 +17,7 @@ from policies.registry import PolicyParameterError, make_routing
 from policies.routing.joint import Joint
 from policies.routing.warm import Warm
 from policies.snapshot import FleetColumns, FleetSnapshot
-from policies.types import Connector, InstanceView, OffloadReason, RequestView, Role, Transport
+from policies.types import Connector, ContextsView, InstanceView, OffloadReason, RequestView, Role, Transport
 from tests.policies.builders import ask, cases, fleet_of, score_of
 
 PROMPT = 60_000
@@ -131,7 +131,8 @@ def test_a_long_cold_prompt_is_prefilled_on_the_specialist_and_decoded_where_the
 
 
 def test_contexts_are_placed_where_the_fewest_of_the_last_minutes_are() -> None:
-    request, contexts = REQUEST._replace(prompt_tokens=10_000), {"a": 300_000, "b": 200_000, "p": 0}
+    request = REQUEST._replace(prompt_tokens=10_000)
+    contexts = ContextsView({"a": 300_000, "b": 200_000, "p": 0})
     views = view("a", 0), view("b", 0), view("p", 0)
     choice = Joint().choose(request, fleet(*views, contexts=contexts))
     assert choice.instance == "b", "the specialist costs a second more, which is more than it would save"
@@ -142,15 +143,17 @@ def test_contexts_are_placed_where_the_fewest_of_the_last_minutes_are() -> None:
     assert there.instance == "p"
     unknown = views[0]._replace(kv_capacity_tokens=0), *views[1:]
     assert "eviction_s" not in score_of(Joint().choose(request, fleet(*unknown, contexts=contexts)), "a").inputs
+    seldom = Joint().choose(request, fleet(*views, contexts=contexts._replace(return_share=0.25)))
+    assert score_of(seldom, "b").inputs["eviction_s"] == 0.25 * score_of(choice, "b").inputs["eviction_s"]
 
 
 def test_a_hand_off_goes_to_the_pool_with_the_fewest_contexts() -> None:
-    snapshot = fleet(*BUSY, contexts={"a": 0, "b": 700_000, "p": 0})
+    snapshot = fleet(*BUSY, contexts=ContextsView({"a": 0, "b": 700_000, "p": 0}))
     choice = Joint(stream_s=0.0).choose(REQUEST, snapshot)
     assert choice.plan is not None
     assert (choice.instance, choice.plan.prefill_on) == ("a", "p")
     assert choice.plan.inputs["eviction_s"] > 0
-    assert Joint(stream_s=0.0).choose(REQUEST, snapshot._replace(contexts={})).instance == "b"
+    assert Joint(stream_s=0.0).choose(REQUEST, snapshot._replace(contexts=ContextsView())).instance == "b"
 
 
 def plan_of(snapshot: FleetSnapshot, request: RequestView = REQUEST, **params: Any) -> tuple[str | None, OffloadReason]:

@@ -16,6 +16,7 @@ from policies.snapshot import FleetColumns, FleetSnapshot
 from policies.types import (
     CandidateScore,
     Connector,
+    ContextsView,
     InstanceView,
     OffloadReason,
     QueuedPrefill,
@@ -75,7 +76,9 @@ def drawn(draw: random.Random) -> tuple[RequestView, FleetSnapshot]:
         broken_pairs=frozenset((draw.choice(names), draw.choice(names)) for _ in range(draw.choice((0, 0, 4)))),
         prefill_instances=(*views, *only) if only else (),
         specialists=(*specialists, *draw.choice(((), ("gone",)))),
-        contexts={name: draw.choice((0, 100_000, 700_000)) for name in names if draw.random() < 0.8},
+        contexts=ContextsView(
+            {name: draw.choice((0, 100_000, 700_000)) for name in names if draw.random() < 0.8}, draw.choice((1.0, 0.3))
+        ),
     )
 
 
@@ -166,8 +169,9 @@ def evictions_of(policy: Joint, request: RequestView, fleet: FleetSnapshot) -> d
     again_s = max(0.0, model.seconds(request.prompt_tokens, 0) - model.seconds(0, 0))
     return {
         view.instance: policy.eviction_weight
+        * fleet.contexts.return_share
         * again_s
-        * (fleet.contexts.get(view.instance, 0) + request.prompt_tokens)
+        * (fleet.contexts.tokens.get(view.instance, 0) + request.prompt_tokens)
         / view.kv_capacity_tokens
         for view in fleet.instances
         if view.kv_capacity_tokens
