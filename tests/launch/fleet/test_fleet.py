@@ -165,10 +165,10 @@ def test_the_proxy_counts_a_failed_hand_off_for_as_long_as_the_engines_hold_it(
 
 
 @pytest.mark.parametrize("path", sorted(FLEETS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_shipped_fleets_route_by_the_default_policy_in_their_engines_time(path: Path) -> None:
+def test_shipped_fleets_route_by_the_default_policy_or_joint_in_their_engines_time(path: Path) -> None:
     fleet = load_fleet(path)
-    default = {"policy": {"name": PolicySettings().name}}
-    in_time = in_wall_time(default, fleet.sim.time_scale)["policy"]
+    name = "joint" if path.stem in {"elastic-4x-kv-both", "elastic-8x-kv-both"} else PolicySettings().name
+    in_time = in_wall_time({"policy": {"name": name}}, fleet.sim.time_scale)["policy"]
     shipped = load_settings(**fleet.proxy_config()).policy
-    assert shipped.name == default["policy"]["name"]
+    assert shipped.name == name
     assert shipped.params == pytest.approx(in_time.get("params", {}))

@@ -149,8 +149,20 @@ def option(spec: ProcessSpec, name: str) -> str | None:
 
 EXPECTED: dict[str, dict[str, Any]] = {
     "combined-8x": {"roles": ["none"] * 8, "protocol": None, "planner": "never"},
-    "elastic-8x-kv-both": {"roles": ["kv_both"] * 8, "protocol": "nvlink", "planner": "cost_model", "block": "128"},
-    "elastic-4x-kv-both": {"roles": ["kv_both"] * 4, "protocol": "nvlink", "planner": "cost_model", "block": "128"},
+    "elastic-8x-kv-both": {
+        "roles": ["kv_both"] * 8,
+        "protocol": "nvlink",
+        "policy": "joint",
+        "planner": "cost_model",
+        "block": "128",
+    },
+    "elastic-4x-kv-both": {
+        "roles": ["kv_both"] * 4,
+        "protocol": "nvlink",
+        "policy": "joint",
+        "planner": "cost_model",
+        "block": "128",
+    },
     "elastic-2x-kv-both": {"roles": ["kv_both"] * 2, "protocol": "nvlink", "planner": "cost_model", "block": "128"},
     "static-pd-4p4d": {
         "roles": ["kv_producer"] * 4 + ["kv_consumer"] * 4,
@@ -211,6 +223,7 @@ def test_shipped_files_give_the_exact_flags_and_environment(name: str) -> None:
         assert events["replay_endpoint"] == f"tcp://*:{5801 + index}"
         assert (events["enable_kv_cache_events"], events["publisher"], events["topic"]) == (True, "zmq", "kv-events")
     settings = load_settings(**fleet.proxy_config())
+    assert settings.policy.name == expected.get("policy", "warm")
     assert settings.offload.planner == expected["planner"]
     assert [instance.events_url for instance in settings.instances] == [
         f"tcp://127.0.0.1:{5701 + index}" for index in range(len(specs))
