@@ -11,7 +11,7 @@ import typer
 from bench.cells.arenas import chosen_traces
 from bench.cells.options import Fleets, Growing, Jobs, Loads, Pools, Profile, Seeds, TraceDir, Traces
 from bench.figures.result_file import write_cells
-from bench.joint.cells import BASELINE, TRANSPORT, JointCell, JointWork, report
+from bench.joint.cells import BASELINE, JointCell, JointWork, report
 from bench.joint.tables import harmed, summary_of
 from bench.tournament.results import GridCell
 from bench.tournament.settings import TournamentError, read_settings
@@ -39,6 +39,9 @@ def main(
         ),
     ] = False,
     profile: Profile = "",
+    transport: Annotated[
+        str, typer.Option(help="Of the profile, to hand over KV; none: instances without a connector.")
+    ] = "nvlink",
     jobs: Jobs = 1,
     output: Growing = None,
 ) -> None:
@@ -48,12 +51,12 @@ def main(
         make_routing(BASELINE, parsed_params(base_param or []))
         traces = chosen_traces(trace_dir, trace or [])
         timed_by = load_profile(profile or read_settings().profile)
-        timed_by.transport(TRANSPORT)
+        over = None if transport == "none" else timed_by.transport_name(transport)
     except (TournamentError, PolicyParameterError, ProfileError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
     scheduling_policy = "priority" if priority_scheduling else "fcfs"
-    setting: dict[str, object] = {"profile": timed_by.name, "transport": TRANSPORT, "params": param or []}
+    setting: dict[str, object] = {"profile": timed_by.name, "transport": transport, "params": param or []}
     if priority_scheduling or base_param:
         setting |= {"base_params": base_param or [], "scheduling_policy": scheduling_policy}
     works = [
@@ -64,6 +67,7 @@ def main(
             params=param or [],
             base_params=base_param or [],
             profile=profile,
+            transport=over,
             scheduling_policy=scheduling_policy,
         )
         for instances in fleet or [4, 8, 16]

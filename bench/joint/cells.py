@@ -13,7 +13,6 @@ from policies.registry import make_routing
 from policies.types import Role
 from sim.offline.setup import parsed_params
 
-TRANSPORT = "nvlink"
 BASELINE = "warm"
 
 
@@ -42,6 +41,8 @@ class JointWork(msgspec.Struct, frozen=True, kw_only=True):
     """Those of ``warm``."""
     profile: str = ""
     """Hardware profile of the engines; empty: that of the tournament's settings."""
+    transport: str | None = "nvlink"
+    """Of the profile; over it the engines hand over KV. None: they have no connector."""
     scheduling_policy: str = "fcfs"
     """Of the engines; ``priority``: they compute waiting prompts in the policies' order (`policies.costs.order`)."""
 
@@ -53,7 +54,8 @@ def report(work: JointWork) -> JointCell:
         TournamentError: no such trace, or no request to judge.
     """
     stage = prepared(work.folder, work.cell, work.seed, work.profile)
-    options = replace(stage.options, role=Role.KV_BOTH, transport=TRANSPORT, scheduling_policy=work.scheduling_policy)
+    role = Role.KV_BOTH if work.transport else Role.NONE
+    options = replace(stage.options, role=role, transport=work.transport, scheduling_policy=work.scheduling_policy)
     session_of = judged_sessions(stage)
     warm = placement_arm(stage, options, make_routing(BASELINE, parsed_params(work.base_params)))
     joint = placement_arm(stage, options, make_routing("joint", parsed_params(work.params)))

@@ -86,20 +86,20 @@ def bearable(number: int, load: FleetLoad, factor: float = 1.0) -> bool:
 
 
 def may_specialise(view: InstanceView) -> bool:
-    """True if the instance can decode and also send KV."""
-    return view.role is Role.KV_BOTH
+    """True if the instance can prefill and decode: it does not take one part of requests only."""
+    return view.role is Role.KV_BOTH or view.role is Role.NONE
 
 
 def designated(current: Sequence[str], number: int, views: Sequence[InstanceView]) -> tuple[str, ...]:
     """Names of ``number`` specialists, or of fewer where no other instance may be one; the oldest ones stay.
 
-    New ones are those with the fewest decoding streams, then the fewest sessions, then the first of ``views``. O(n)
-    for each new one.
+    New ones are those that can send KV, then those with the fewest decoding streams, then the fewest sessions, then the
+    first of ``views``. O(n) for each new one.
     """
     names = list(current[:number])
     rest = [view for view in views if may_specialise(view) and view.instance not in names]
     while len(names) < number and rest:
-        idlest = min(rest, key=lambda view: (view.requests - view.prefilling, view.sessions))
+        idlest = min(rest, key=lambda view: (view.role is Role.NONE, view.requests - view.prefilling, view.sessions))
         rest.remove(idlest)
         names.append(idlest.instance)
     return tuple(names)

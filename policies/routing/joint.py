@@ -55,25 +55,26 @@ _TERMS = (
 class Joint(Warm):
     """The cheapest of all placements, in seconds: on one instance as ``warm`` scores it, or prefilled elsewhere.
 
-    A few instances of a ``kv_both`` fleet are *prefill specialists*, whose number follows the share of long prefills
-    (`policies.offload.specialists`); instances that only prefill count as specialists too.
+    A few instances are *prefill specialists*, whose number follows the share of long prefills
+    (`policies.offload.specialists`); those that only prefill count as specialists too. They pay without hand-offs too,
+    as few streams of others stall there.
 
     - On one instance: the score of ``warm``, and ``specialist_s`` more on a specialist, so that others decode. Then the
       others' pools hold more, so contexts are placed evenly: each score has ``eviction_weight x return_share x
       (T(prompt) - T(0)) x (contexts + prompt) / pool`` more: the time to compute the context again, times the share of
       contexts that are needed again and that of the pool that those of the last 15 minutes would fill with it
       (`policies.offload.recent_contexts`).
-    - A request with ``heavy_tokens`` new ones on the best of these may be prefilled on a specialist P, and decoded on
-      the D that has room and the lowest ``queue + stream_s x requests + eviction``: its first token comes after
-      ``first = max(queue_P + T_P + X, queue_D)``, with ``T_P`` the prefill on P and ``X`` the transfer of what D lacks.
+    - A request with ``heavy_tokens`` new ones on the best of these may be prefilled on a specialist P that can send KV,
+      and decoded on the D with room and the lowest ``queue + stream_s x requests + eviction``: its first token comes
+      after ``first = max(queue_P + T_P + X, queue_D)``: ``T_P`` the prefill on P, ``X`` the transfer of what D lacks.
       The score is ``first + streams_P x T_P + queue_cost x queue_P + stream_s x requests_D + eviction_D + failure_rate
       x first``: the streams that decode on P stall, those on D do not, and a prompt behind others makes the next ones
       wait too, as there are few specialists. A placement on a specialist, handed off or not, is refused if the request
       waits more than ``max_own_loss`` longer than on the best instance that is none, as a share of the time there.
 
-    Where no P exists, and in fleets without KV roles, it chooses what ``warm`` chooses.
-    It plans for every request, so the offload planner is not asked. Source: the separation of long prefills from
-    decoding is that of agentic-kvc's elastic arm; the moving number of specialists and the common score are ours.
+    While there is no specialist it chooses what ``warm`` chooses. It plans for every request, so the offload planner is
+    not asked. Source: the separation of long prefills from decoding is that of agentic-kvc's elastic arm; the moving
+    number of specialists and the common score are ours.
     Parameters and defaults: those of ``warm``, and ``heavy_tokens`` 20,000; ``specialist_s`` 1; ``max_own_loss`` 1;
     ``stream_s`` 0.02, what one more stream costs the others on D; ``queue_cost`` 2; ``eviction_weight`` 1. Complexity:
     O(n + k) for k specialists, and O(n log n) for a long prefill.
@@ -103,19 +104,21 @@ class Joint(Warm):
     def quick(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Pick:
         """The same choice as that of ``choose``; only placements that may be the cheapest are priced."""
         prices = self.prices(request, fleet, columns)
-        specialists = _places_of(fleet.specialists, columns) if request.may_offload else {}
+        specialists = _places_of(fleet.specialists, columns)
         more_s = self._evictions_s(request, fleet, columns) if specialists else {}
         for place in specialists.values():
             more_s[place] = more_s.get(place, 0.0) + self.specialist_s
         bounds = [bound_s + more_s.get(place, 0.0) for place, bound_s in enumerate(prices.bounds())]
         place = prices.cheapest(bounds, more_s)
         alone = Pick(place, Reason.LOWEST_SCORE)
-        if not request.may_offload or request.prompt_tokens - columns.cached_tokens[place] < self.heavy_tokens:
+        if request.prompt_tokens - columns.cached_tokens[place] < self.heavy_tokens:
             return alone
         first_s = prices.first_s(place)
         if place in specialists.values() and len(specialists) < len(bounds):
             place, first_s = self._quick_in_time(prices, bounds, specialists.values(), place, more_s)
             alone = Pick(place, Reason.LOWEST_SCORE)
+        if not request.may_offload:
+            return alone
         score_s = prices.of(place) + more_s.get(place, 0.0)
         job = _Job(self, request, fleet, columns, specialists, prices, first_s, more_s)
         prefills = [view for view in job.prefills() if job.may_be_below(score_s, view)]
@@ -144,7 +147,7 @@ class Joint(Warm):
         columns = FleetColumns.of(fleet.instances)
         names, terms = columns.instance, self._all_terms(request, fleet, columns)
         scores = self._scored(columns, terms)
-        specialists = _places_of(fleet.specialists, columns) if request.may_offload else {}
+        specialists = _places_of(fleet.specialists, columns)
         more_s = self._evictions_s(request, fleet, columns) if specialists else {}
         for at, eviction_s in more_s.items():
             name, score_s, inputs, _, _ = scores[at]
@@ -155,15 +158,12 @@ class Joint(Warm):
             score_s = sum(terms[at]) + (more_s.get(at, 0.0) + self.specialist_s)
             scores[at] = CandidateScore(name, score_s, {**inputs, "specialist_s": self.specialist_s})
         place = least(fleet, [score[1] for score in scores])
-        plan = _SHAPE
-        if request.may_offload:
-            new_tokens = request.prompt_tokens - columns.cached_tokens[place]
-            if new_tokens < self.heavy_tokens:
-                return Choice(names[place], Reason.LOWEST_SCORE, tuple(scores), _BELOW)
-            first_s = _first_s(terms[place])
-            if place in specialists.values() and len(specialists) < len(names):
-                place, first_s, late = self._in_time(fleet, scores, terms, specialists)
-                scores = [score._replace(skipped=skips) for score, skips in zip(scores, late, strict=True)]
+        new_tokens, first_s = request.prompt_tokens - columns.cached_tokens[place], _first_s(terms[place])
+        heavy, plan = new_tokens >= self.heavy_tokens, _BELOW if request.may_offload else _SHAPE
+        if heavy and place in specialists.values() and len(specialists) < len(names):
+            place, first_s, late = self._in_time(fleet, scores, terms, specialists)
+            scores = [score._replace(skipped=skips) for score, skips in zip(scores, late, strict=True)]
+        if heavy and request.may_offload:
             alone_s = scores[place].score
             inputs = {"new_tokens": float(new_tokens), "colocated_s": alone_s, "colocated_first_s": first_s}
             plan, found = self._planned(request, fleet, columns, specialists, inputs, more_s)

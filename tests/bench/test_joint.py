@@ -26,6 +26,7 @@ class _Document(msgspec.Struct):
 
 class _Profiled(msgspec.Struct):
     profile: str
+    transport: str
 
 
 class _Ordered(msgspec.Struct):
@@ -44,6 +45,13 @@ def table_of(played: list[JointCell]) -> str:
     shown = [each for each in played if (each.cell.trace, each.cell.pool) in handing]
     table = summary_of(shown, chosen_on=True) + summary_of(shown, chosen_on=False)[2:]
     return "\n".join(table)
+
+
+def table_of_differing(played: list[JointCell]) -> str:
+    """The table of traces and pools where any run differs from ``warm``."""
+    differing = {(each.cell.trace, each.cell.pool) for each in played if each.joint != each.warm}
+    shown = [each for each in played if (each.cell.trace, each.cell.pool) in differing]
+    return "\n".join(summary_of(shown, chosen_on=True) + summary_of(shown, chosen_on=False)[2:])
 
 
 def test_ratios_are_paired_by_turn_and_leave_out_missing_tpots() -> None:
@@ -142,3 +150,38 @@ def test_what_the_page_on_elastic_prefill_says_of_claude_code() -> None:
     roomy = [sum("pool 4" in line for line in harmed(played)) for played in kept]
     assert f"{roomy[0]} and {roomy[1]} of 60 figures at pool 4 are surely worse" in ELASTIC
     assert all(each.joint == each.warm for played in kept for each in played if each.cell.pool == 1)
+
+
+@pytest.mark.parametrize(
+    ("kept", "fleet", "title", "runs"),
+    [
+        ("joint-plain.json", 8, "without a connector, 8 instances, `h200`", 144),
+        ("joint-plain-h200-128.json", 8, "Without a connector, 8 instances, `h200-nvlink-128`", 144),
+        ("joint-claude-plain.json", 8, "sessions of Claude Code, `h200`", 24),
+        ("joint-claude-plain-h200-128.json", 8, "sessions of Claude Code, `h200-nvlink-128`", 24),
+        ("joint-plain-fleets.json", 4, "Without a connector, 4 instances, `h200`", 144),
+        ("joint-plain-fleets.json", 16, "Without a connector, 16 instances, `h200`", 144),
+    ],
+)
+def test_the_page_on_elastic_prefill_shows_fleets_without_a_connector(
+    kept: str, fleet: int, title: str, runs: int
+) -> None:
+    played = [each for each in cells(kept) if each.cell.fleet == fleet]
+    assert f"{title}:\n\n" + table_of_differing(played) in ELASTIC
+    assert (len(played), harmed(played)) == (runs, [])
+    assert not any(each.warm.failed or each.joint.failed or each.joint.handed_off for each in played)
+    saved = msgspec.json.decode((DOCS / "results" / kept).read_bytes(), type=_Profiled)
+    assert (saved.profile, saved.transport) == ("h200-nvlink-128" if "128" in kept else "h200", "none")
+
+
+def test_the_page_on_elastic_prefill_counts_the_intervals_without_a_connector() -> None:
+    names = ("plain", "plain-h200-128", "claude-plain", "claude-plain-h200-128", "plain-fleets")
+    played = [each for name in names for each in cells(f"joint-{name}.json")]
+    differ = [each for each in played if each.warm != each.joint]
+    intervals = [ratio_of(each.ratios) for each in differ for ratio_of in METRICS.values()]
+    above, below = sum(low > 1 for _, low, _ in intervals), sum(high < 1 for _, _, high in intervals)
+    assert (
+        f"of {5 * len(played):,} in {len(played)} runs. Of the {len(intervals)} figures of the {len(differ)} runs"
+        in ELASTIC
+    )
+    assert f"that differ from `warm` the interval of {above} lies above 1, that of {below} below" in ELASTIC

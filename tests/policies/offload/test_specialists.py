@@ -67,7 +67,7 @@ def test_there_are_none_while_contexts_are_recomputed() -> None:
     assert wanted(1, load(4.0, lost_share=MOST_LOST * KEEPS * 1.01)) == 0
 
 
-def test_specialists_are_the_instances_with_the_fewest_streams_then_sessions_that_can_send() -> None:
+def test_specialists_are_those_that_can_send_then_the_instances_with_the_fewest_streams_then_sessions() -> None:
     views = (
         InstanceView("busy", requests=3, prefilling=1, role=Role.KV_BOTH),
         InstanceView("homes", requests=2, prefilling=2, sessions=4, role=Role.KV_BOTH),
@@ -78,7 +78,8 @@ def test_specialists_are_the_instances_with_the_fewest_streams_then_sessions_tha
     assert designated((), 2, views) == ("few", "homes")
     assert designated(("busy",), 2, views) == ("busy", "few")
     assert designated(("busy", "few"), 1, views) == ("busy",)
-    assert designated((), 9, views) == ("few", "homes", "busy")
+    assert designated((), 9, views) == ("few", "homes", "busy", "plain")
+    assert designated((), 1, views[3:]) == ("plain",), "a fleet without KV roles has specialists too"
 
 
 def updated(book: Specialists, now_s: float, share_s: float = 1e4, names: int = 8, **fields: float) -> tuple[str, ...]:

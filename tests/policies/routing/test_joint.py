@@ -246,12 +246,21 @@ def test_instances_that_only_prefill_are_specialists_too() -> None:
     assert "specialist_s" not in score_of(choice, "b").inputs
 
 
-def test_a_request_that_a_hand_off_cannot_carry_is_placed_as_by_warm() -> None:
-    request = REQUEST._replace(may_offload=False)
-    choice = Joint().choose(request, fleet(*BUSY))
-    assert choice._replace(plan=None) == Warm().choose(request, fleet(*BUSY))
-    decision = decide(request, fleet(*BUSY), Joint(), Never(), ClassThresholds())
-    assert (decision.prefill_on, decision.offload.reason) == (None, OffloadReason.REQUEST_SHAPE)
+@pytest.mark.parametrize("able", [True, False])
+def test_what_a_hand_off_cannot_carry_is_placed_on_one_instance_and_short_prompts_avoid_specialists(able: bool) -> None:
+    request = REQUEST._replace(may_offload=able)
+    views = BUSY if not able else tuple([each._replace(role=Role.NONE) for each in BUSY])
+    decision = decide(request, fleet(*views), Joint(), Never(), ClassThresholds())
+    assert (decision.decode_on, decision.prefill_on) == ("p", None)
+    assert decision.offload.reason is (OffloadReason.ROLE_FORBIDS if able else OffloadReason.REQUEST_SHAPE)
+    short = request._replace(prompt_tokens=100)
+    idle = fleet(view("a", 0), view("p", 0))
+    assert [score.inputs.get("specialist_s") for score in Joint().choose(short, idle).scores] == [None, 1.0]
+    assert Joint().choose(short, idle).instance == "a"
+    queue = {"requests": 3, "prefilling": 3, "pending_prefill_tokens": 180_000}
+    waiting = fleet(view("a", 30), view("b", 30), view("p", **queue))
+    choice = Joint().choose(request, waiting)
+    assert score_of(choice, "p").skipped, "prompts do not queue at the specialist"
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,8 @@ def drawn(draw: random.Random) -> tuple[RequestView, FleetSnapshot]:
     ordered = draw.random() < 0.5
     if ordered:
         views, only = [with_queue(draw, view) for view in views], [with_queue(draw, view) for view in only]
-    return ask(prompt, max_tokens=draw.randint(1, 8_000)), FleetSnapshot(
+    request = ask(prompt, max_tokens=draw.randint(1, 8_000))._replace(may_offload=draw.random() < 0.9)
+    return request, FleetSnapshot(
         tuple(views),
         sequence=draw.randint(0, 99),
         offloads_in_flight=draw.randint(0, 3),
@@ -118,6 +119,8 @@ def exhaustive(
         late = {at for at in range(len(names)) if at not in others and firsts[at] > (1 + policy.max_own_loss) * first_s}
         place = min(set(range(len(names))) - late, key=lambda at: (scores[at], tie_break(fleet, at)))
     alone = names[place], None, dict[str, float](), scores[place]
+    if not request.may_offload:
+        return alone
     bound_s = (1 + policy.max_own_loss) * first_s
     receivers = [
         (
