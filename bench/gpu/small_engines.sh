@@ -14,7 +14,7 @@
 # (JSON object of further changes to the model's configuration; with random weights its shape too: fewer KV heads or
 # layers make KV smaller, and pools larger), MAX_MODEL_LEN (130000, must fit the pool), READY_S (300), PROXY_PORT (9090),
 # FIRST_PORT (8001; those of events and hand-over are 1000 and more above), TRANSFER (default none; tcp or nvlink: engines
-# that hand over KV with Mooncake, which the policy joint needs), SCHEDULING (default fcfs; priority: the engines compute
+# that hand over KV with Mooncake, for the hand-offs of joint), SCHEDULING (default fcfs; priority: the engines compute
 # waiting prompts in the order that the proxy gives), MPS (0; 1: an engine has 1/PER_GPU of the GPU's multiprocessors for
 # itself by CUDA's Multi-Process Service, instead of all of them in turns), LONG_PREFILL (0; most tokens of a step for one
 # prompt), MAX_NUM_SEQS (32; requests that an engine computes together), and SIMULATED=1 (simulated engines of the same

@@ -68,7 +68,7 @@ async def _run_all(
         shown = f"{name}: " if name else ""
         report(f"{shown}{len(chosen.engines)} engines serve {served[name].name}; {prompts}")
         if any(run.arm.policy == "joint" for run in runs if run.arm.engines == name) and not chosen.hands_over:
-            report(f"note: {shown}no instance has a role: joint cannot hand over, and decides as warm does")
+            report(f"note: {shown}no instance has a role: joint cannot hand over")
     missing: list[str] = []
     for run in runs:
         if run.name in records:
