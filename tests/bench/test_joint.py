@@ -161,6 +161,7 @@ def test_what_the_page_on_elastic_prefill_says_of_claude_code() -> None:
         ("joint-claude-plain-h200-128.json", 8, "sessions of Claude Code, `h200-nvlink-128`", 24),
         ("joint-plain-fleets.json", 4, "Without a connector, 4 instances, `h200`", 144),
         ("joint-plain-fleets.json", 16, "Without a connector, 16 instances, `h200`", 144),
+        ("joint-plain-64.json", 64, "Without a connector, 64 instances, `h200`", 48),
     ],
 )
 def test_the_page_on_elastic_prefill_shows_fleets_without_a_connector(
@@ -168,7 +169,7 @@ def test_the_page_on_elastic_prefill_shows_fleets_without_a_connector(
 ) -> None:
     played = [each for each in cells(kept) if each.cell.fleet == fleet]
     assert f"{title}:\n\n" + table_of_differing(played) in ELASTIC
-    assert (len(played), harmed(played)) == (runs, [])
+    assert (len(played), len(harmed(played))) == (runs, 2 if fleet == 64 else 0)
     assert not any(each.warm.failed or each.joint.failed or each.joint.handed_off for each in played)
     saved = msgspec.json.decode((DOCS / "results" / kept).read_bytes(), type=_Profiled)
     assert (saved.profile, saved.transport) == ("h200-nvlink-128" if "128" in kept else "h200", "none")
@@ -180,8 +181,8 @@ def test_the_page_on_elastic_prefill_counts_the_intervals_without_a_connector() 
     differ = [each for each in played if each.warm != each.joint]
     intervals = [ratio_of(each.ratios) for each in differ for ratio_of in METRICS.values()]
     above, below = sum(low > 1 for _, low, _ in intervals), sum(high < 1 for _, _, high in intervals)
+    assert f"of {5 * len(played):,} in {len(played)} runs;" in ELASTIC
     assert (
-        f"of {5 * len(played):,} in {len(played)} runs. Of the {len(intervals)} figures of the {len(differ)} runs"
-        in ELASTIC
-    )
-    assert f"that differ from `warm` the interval of {above} lies above 1, that of {below} below" in ELASTIC
+        f"Of the {len(intervals)} figures of the {len(differ)} runs with up to 16 instances that differ from `warm` "
+        f"the interval of {above} lies above 1, that of {below} below"
+    ) in ELASTIC
