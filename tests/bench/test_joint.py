@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -41,16 +42,18 @@ def cells(name: str) -> list[JointCell]:
 
 def table_of(played: list[JointCell]) -> str:
     """The table of traces and pools with a hand-off in any run."""
-    handing = {(each.cell.trace, each.cell.pool) for each in played if each.joint.handed_off}
-    shown = [each for each in played if (each.cell.trace, each.cell.pool) in handing]
-    table = summary_of(shown, chosen_on=True) + summary_of(shown, chosen_on=False)[2:]
-    return "\n".join(table)
+    return table_where(played, lambda each: each.joint.handed_off > 0)
 
 
 def table_of_differing(played: list[JointCell]) -> str:
     """The table of traces and pools where any run differs from ``warm``."""
-    differing = {(each.cell.trace, each.cell.pool) for each in played if each.joint != each.warm}
-    shown = [each for each in played if (each.cell.trace, each.cell.pool) in differing]
+    return table_where(played, lambda each: each.joint != each.warm)
+
+
+def table_where(played: list[JointCell], is_one: Callable[[JointCell], bool]) -> str:
+    """The table of traces and pools where any run is one of these."""
+    found = {(each.cell.trace, each.cell.pool) for each in played if is_one(each)}
+    shown = [each for each in played if (each.cell.trace, each.cell.pool) in found]
     return "\n".join(summary_of(shown, chosen_on=True) + summary_of(shown, chosen_on=False)[2:])
 
 
