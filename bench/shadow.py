@@ -73,7 +73,7 @@ def live_decisions(instances: int, count: int, seed: int = 0) -> list[tuple[Requ
             pinned=views[warm].instance,
             hotspot=HotspotView(draw.random() / 10, 0, 1_000),
             costs=CostBook().at(float(number)),
-            specialists=tuple([view.instance for view in views[: max(1, instances // PER_INSTANCES)]]),
+            specialists={view.instance: 2.0 for view in views[: max(1, instances // PER_INSTANCES)]},
         )
         made.append((request, fleet, decide(request, fleet, LeastLoaded(), Never(), _THRESHOLDS)))
     return made

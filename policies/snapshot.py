@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -26,8 +26,10 @@ class FleetSnapshot(NamedTuple):
     """Instances that may prefill for another, where roles separate them; empty: any of ``instances``."""
     costs: Costs | None = None
     """Cost models at this moment; None if nothing is learned."""
-    specialists: tuple[str, ...] = ()
-    """Instances designated for long prefills (`policies.offload.specialists`), candidates or not."""
+    specialists: Mapping[str, float] = {}
+    """Instances designated for long prefills (`policies.offload.specialists`), candidates or not, the oldest first. By
+    each the factor by which these prolong an answer there: 1 / (1 - their share of its time).
+    """
     contexts: ContextsView = ContextsView()
     """Empty if there is no specialist."""
 

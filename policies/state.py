@@ -204,8 +204,7 @@ class FleetState:
     ) -> None:
         """Register an instance, or update these properties of a known one. Idempotent (`KnownInstance`)."""
         (self.producers.add if role is Role.KV_PRODUCER else self.producers.discard)(instance)
-        known = self._instances.get(instance)
-        if known:
+        if known := self._instances.get(instance):
             known.role, known.host, known.transport, known.connector = role, host, transport, connector
             known.ordered = ordered
             return
@@ -243,7 +242,7 @@ class FleetState:
             self.shared.forget(instance)
         self.ledger.forget_recent(instance)
         self.holds.forget(instance)
-        self.specialists.contexts.lost(instance)
+        self.specialists.restarted(instance)
         self.costs.watch.forget(instance)
 
     def set_capacity(self, instance: str, kv_capacity_tokens: int, block_tokens: float) -> None:
@@ -301,7 +300,7 @@ class FleetState:
             broken_pairs=self.pairs.broken(now_s),
             costs=self.costs.at(now_s),
             prefill_instances=(*views, *viewer.views(self._instances, prefill_only)) if prefill_only else (),
-            specialists=self.specialists.names,
+            specialists=self.specialists.stretches(now_s),
             contexts=self.specialists.contexts_without(request.session_id or request.request_id),
         )
 
@@ -361,7 +360,8 @@ class FleetState:
         specialists.sent(session, decision.decode_on, prompt_tokens, now_s, TURNS_PER_INSTANCE * accounts.instances)
         heavy = decision.request_class is RequestClass.HEAVY
         if heavy:
-            specialists.prefilled(self.costs.prefill.seconds(prompt_tokens - cached_tokens, cached_tokens), now_s)
+            on, new_tokens = decision.prefill_on or decision.decode_on, prompt_tokens - cached_tokens
+            specialists.prefilled(on, self.costs.prefill.seconds(new_tokens, cached_tokens), now_s)
         if heavy or specialists.names:
             remote, used = accounts.remote, specialists.contexts.working_set_tokens(accounts.active_tokens, now_s)
             used += remote.active_tokens + remote.kept_tokens

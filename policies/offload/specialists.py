@@ -31,6 +31,8 @@ MOST_LOST = 0.05
 """Share of the fleet's time that recomputing evicted contexts may take."""
 KEEPS = 1.25
 """Both bounds are this many times higher for specialists that there are already."""
+MOST_BUSY = 0.95
+"""Largest share of a specialist's time that long prefills count for: predicted work may exceed the time."""
 ABSENT_S = 10.0
 """A specialist that was no candidate for this long is replaced."""
 SETTLED_S = 60.0
@@ -105,16 +107,35 @@ def designated(current: Sequence[str], number: int, views: Sequence[InstanceView
     return tuple(names)
 
 
+class _Decaying(NamedTuple):
+    """A sum whose parts halve every ``HALF_LIFE_S``."""
+
+    value: float
+    at_s: float
+
+    def at(self, now_s: float) -> float:
+        """The sum at a time; one before the last part counts as that of the last."""
+        return self.value * exp2(min(0.0, self.at_s - now_s) / HALF_LIFE_S)
+
+    def plus(self, part: float, now_s: float) -> _Decaying:
+        """With one more part."""
+        return _Decaying(self.at(now_s) + part, max(self.at_s, now_s))
+
+
+_NOTHING = _Decaying(0.0, 0.0)
+
+
 class Specialists:
-    """Owner of the designation and of the share of long prefills. Single writer; the time is an argument."""
+    """Owner of the designation and of the shares of long prefills. Single writer; the time is an argument."""
 
     def __init__(self) -> None:
         self.names: tuple[str, ...] = ()
         """Designated instances, oldest first."""
         self.contexts = RecentContexts()
-        self._work_s = 0.0
+        self._work_s = _NOTHING
+        self._work_on_s: dict[str, _Decaying] = {}
+        """By instance."""
         self._began_s: float | None = None
-        self._at_s = 0.0
         self._unsettled_s = 0.0
         """Time when a bound did not hold last, or of the first decision."""
         self._seen_s: dict[str, float] = {}
@@ -123,7 +144,7 @@ class Specialists:
     def began(self, now_s: float) -> None:
         """Note the time of the first decision, from which shares are counted. Later calls do nothing."""
         if self._began_s is None:
-            self._began_s = self._at_s = self._unsettled_s = now_s
+            self._began_s = self._unsettled_s = now_s
 
     def sent(self, session: str, instance: str, prompt_tokens: int, now_s: float, memory: int) -> None:
         """Count the context of a request that was sent to an instance (`RecentContexts.sent`)."""
@@ -135,18 +156,22 @@ class Specialists:
         contexts = self.contexts
         return ContextsView(contexts.by_instance(session), contexts.return_share) if self.names else ContextsView()
 
-    def prefilled(self, seconds: float, now_s: float) -> None:
+    def prefilled(self, instance: str, seconds: float, now_s: float) -> None:
         """Count a long prefill that was sent to an instance, ``seconds`` long as predicted."""
         self.began(now_s)
-        self._work_s = self._decayed(now_s) + seconds
-        self._at_s = max(self._at_s, now_s)
+        self._work_s = self._work_s.plus(seconds, now_s)
+        self._work_on_s[instance] = self._work_on_s.get(instance, _NOTHING).plus(seconds, now_s)
 
     def share(self, now_s: float) -> float:
         """Seconds of long prefills per second, weighted by 2 ** (-age / HALF_LIFE_S); 0 at the first one."""
-        if self._began_s is None or now_s <= self._began_s:
-            return 0.0
-        known = 1 - exp2((self._began_s - now_s) / HALF_LIFE_S)
-        return self._decayed(now_s) * log(2.0) / HALF_LIFE_S / known
+        return self._work_s.at(now_s) * self._weight(now_s)
+
+    def stretches(self, now_s: float) -> dict[str, float]:
+        """``1 / (1 - u)`` of each specialist, the oldest first, ``u`` being that share of the work sent to it, at most
+        ``MOST_BUSY``: a stream there stalls for ``u`` of its time. O(specialists).
+        """
+        weight, work = self._weight(now_s) if self.names else 0.0, self._work_on_s
+        return {name: 1 / (1 - min(MOST_BUSY, work.get(name, _NOTHING).at(now_s) * weight)) for name in self.names}
 
     def update(self, views: Sequence[InstanceView], load: FleetLoad, now_s: float) -> None:
         """Change the designation by the candidates of a decision and the load of the fleet. O(n)."""
@@ -161,12 +186,20 @@ class Specialists:
 
     def forget(self, instance: str) -> None:
         """The instance left the fleet."""
+        self.restarted(instance)
+        self._set(tuple([name for name in self.names if name != instance]), self._work_s.at_s)
+
+    def restarted(self, instance: str) -> None:
+        """The instance has lost its contexts, and what it was computing."""
         self.contexts.lost(instance)
-        self._set(tuple([name for name in self.names if name != instance]), self._at_s)
+        self._work_on_s.pop(instance, None)
 
     def _set(self, names: tuple[str, ...], now_s: float) -> None:
         self.names = names
         self._seen_s = {name: self._seen_s.get(name, now_s) for name in names}
 
-    def _decayed(self, now_s: float) -> float:
-        return self._work_s * exp2(min(0.0, self._at_s - now_s) / HALF_LIFE_S)
+    def _weight(self, now_s: float) -> float:
+        """Factor that makes a share of time of a decaying sum of seconds; 0 at the first decision."""
+        if self._began_s is None or now_s <= self._began_s:
+            return 0.0
+        return log(2.0) / HALF_LIFE_S / (1 - exp2((self._began_s - now_s) / HALF_LIFE_S))

@@ -2,53 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain
 from math import inf
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
-from policies.costs.formulas import Costs
-from policies.costs.transfers import Transfers
-from policies.offload.base import may_receive, may_send
-from policies.routing.base import Pick, least, require, tie_break
+from policies.routing.base import Pick, least, require
+from policies.routing.hand_offs import PossibleHandOffs, PricedHandOff
 from policies.routing.warm import Prices, Terms, Warm
 from policies.snapshot import FleetColumns, FleetSnapshot
 from policies.types import CandidateScore, Choice, InstanceView, OffloadPlan, OffloadReason, Reason, RequestView
 
 _BELOW = OffloadPlan(None, OffloadReason.BELOW_THRESHOLD)
 _SHAPE = OffloadPlan(None, OffloadReason.REQUEST_SHAPE)
-
-
-class _Placement(NamedTuple):
-    """A hand-off and its price, in seconds."""
-
-    decode: int
-    """Position of D among the candidates."""
-    prefill: str
-    terms: tuple[float, ...]
-    """In the order of ``_TERMS``."""
-    score_s: float
-
-    def inputs(self) -> dict[str, float]:
-        """The terms by name."""
-        return dict(zip(_TERMS, self.terms, strict=True))
-
-
-_TERMS = (
-    "prefill_queue_s",
-    "prefill_s",
-    "transfer_s",
-    "decode_queue_s",
-    "first_s",
-    "streams_s",
-    "behind_s",
-    "decode_s",
-    "eviction_s",
-    "risk_s",
-    "handed_off_s",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +34,18 @@ class Joint(Warm):
       and decoded on the D with room and the lowest ``queue + stream_s x requests + eviction``: its first token comes
       after ``first = max(queue_P + T_P + X, queue_D)``: ``T_P`` the prefill on P, ``X`` the transfer of what D lacks.
       The score is ``first + streams_P x T_P + queue_cost x queue_P + stream_s x requests_D + eviction_D + failure_rate
-      x first``: the streams that decode on P stall, those on D do not, and a prompt behind others makes the next ones
-      wait too, as there are few specialists. A placement on a specialist, handed off or not, is refused if the request
-      waits more than ``max_own_loss`` longer than on the best instance that is none, as a share of the time there.
+      x first - saved``: the streams that decode on P stall, those on D do not, and a prompt behind others makes the
+      next ones wait too, as there are few specialists. Where the best single instance is a specialist, ``saved =
+      answer_s x u / (1 - u)``: for the share ``u`` of its time that long prefills take, the answer would stall there.
+      A placement on a specialist, handed off or not, is refused if the request waits more than ``max_own_loss`` longer
+      than on the best instance that is none, as a share of the time there.
 
     While there is no specialist it chooses what ``warm`` chooses. It plans for every request, so the offload planner is
     not asked. Source: the separation of long prefills from decoding is that of agentic-kvc's elastic arm; the moving
     number of specialists and the common score are ours.
     Parameters and defaults: those of ``warm``, and ``heavy_tokens`` 20,000; ``specialist_s`` 1; ``max_own_loss`` 1;
-    ``stream_s`` 0.02, what one more stream costs the others on D; ``queue_cost`` 2; ``eviction_weight`` 1. Complexity:
-    O(n + k) for k specialists, and O(n log n) for a long prefill.
+    ``stream_s`` 0.02, what one more stream costs the others on D; ``queue_cost`` 2; ``eviction_weight`` 1; ``answer_s``
+    3, to decode an answer that nothing stalls. Complexity: O(n + k) for k specialists, O(n log n) for a long prefill.
     """
 
     heavy_tokens: int = 20_000
@@ -86,6 +54,7 @@ class Joint(Warm):
     stream_s: float = 0.02
     queue_cost: float = 2.0
     eviction_weight: float = 1.0
+    answer_s: float = 3.0
     name: ClassVar[str] = "joint"
     plans: ClassVar[bool] = True
 
@@ -97,6 +66,7 @@ class Joint(Warm):
         require(self.stream_s >= 0, "joint: stream_s must not be negative")
         require(self.queue_cost >= 0, "joint: queue_cost must not be negative")
         require(self.eviction_weight >= 0, "joint: eviction_weight must not be negative")
+        require(self.answer_s >= 0, "joint: answer_s must not be negative")
 
     def scores(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Sequence[float]:
         return [score.score for score in self.choose(request, fleet).scores]
@@ -120,7 +90,7 @@ class Joint(Warm):
         if not request.may_offload:
             return alone
         score_s = prices.of(place) + more_s.get(place, 0.0)
-        job = _Job(self, request, fleet, columns, specialists, prices, first_s, more_s)
+        job = PossibleHandOffs(self, request, fleet, columns, specialists, prices, place, first_s, more_s)
         prefills = [view for view in job.prefills() if job.may_be_below(score_s, view)]
         if not prefills:
             return alone
@@ -166,7 +136,7 @@ class Joint(Warm):
         if heavy and request.may_offload:
             alone_s = scores[place].score
             inputs = {"new_tokens": float(new_tokens), "colocated_s": alone_s, "colocated_first_s": first_s}
-            plan, found = self._planned(request, fleet, columns, specialists, inputs, more_s)
+            plan, found = self._planned(request, fleet, columns, specialists, place, inputs, more_s)
             if found is not None:
                 place, there = found.decode, scores[found.decode]
                 inputs = {**there.inputs, "colocated_s": there.score, "handed_off_s": found.score_s}
@@ -207,12 +177,14 @@ class Joint(Warm):
         fleet: FleetSnapshot,
         columns: FleetColumns,
         specialists: Mapping[str, int],
+        alone: int,
         inputs: dict[str, float],
         evictions_s: Mapping[int, float],
-    ) -> tuple[OffloadPlan, _Placement | None]:
+    ) -> tuple[OffloadPlan, PricedHandOff | None]:
         """The plan, and the hand-off if it is chosen: if it costs less than ``colocated_s`` of the inputs."""
         prices = self.prices(request, fleet, columns)
-        job = _Job(self, request, fleet, columns, specialists, prices, inputs["colocated_first_s"], evictions_s)
+        first_s = inputs["colocated_first_s"]
+        job = PossibleHandOffs(self, request, fleet, columns, specialists, prices, alone, first_s, evictions_s)
         prefills = job.prefills()
         found = job.handed_off(prefills) if prefills else OffloadReason.NO_SPECIALIST
         if isinstance(found, OffloadReason):
@@ -222,169 +194,11 @@ class Joint(Warm):
             return OffloadPlan(None, OffloadReason.DOES_NOT_PAY, inputs), None
         return OffloadPlan(found.prefill, OffloadReason.CHOSEN, inputs), found
 
-    def _has_room(self, view: InstanceView, prompt_tokens: int, answer_tokens: int = 0) -> bool:
+    def has_room(self, view: InstanceView, prompt_tokens: int, answer_tokens: int = 0) -> bool:
         """True if the pool, of known size, has room for the prompt by the rule of ``warm``, and for an answer."""
         pool = view.kv_capacity_tokens
         taken = view.kv_used_tokens + view.kv_promised_tokens + prompt_tokens
         return pool > 0 and taken <= self.pool_share * pool and taken + answer_tokens <= pool
-
-
-class _Job:
-    """Hand-offs of one request, priced one by one."""
-
-    __slots__ = (
-        "_bound_s",
-        "_columns",
-        "_costs",
-        "_evictions_s",
-        "_fleet",
-        "_policy",
-        "_prices",
-        "_ranked",
-        "_request",
-        "_specialists",
-        "_transfers",
-    )
-
-    def __init__(
-        self,
-        policy: Joint,
-        request: RequestView,
-        fleet: FleetSnapshot,
-        columns: FleetColumns,
-        specialists: Mapping[str, int],
-        prices: Prices,
-        colocated_first_s: float,
-        evictions_s: Mapping[int, float],
-    ) -> None:
-        """``specialists``: places by name; ``colocated_first_s``: to a token on one; ``evictions_s``: by place."""
-        self._policy = policy
-        self._request = request
-        self._fleet = fleet
-        self._columns = columns
-        self._specialists = specialists
-        self._evictions_s = evictions_s
-        self._prices = prices
-        self._bound_s = (1 + policy.max_own_loss) * colocated_first_s
-        self._costs = fleet.costs or Costs()
-        self._transfers: dict[int, Transfers] = {}
-        """By the place of D."""
-        self._ranked: list[int] | None = None
-
-    def prefills(self) -> list[InstanceView]:
-        """Instances that may prefill: specialists, and those that only prefill."""
-        fleet, specialists = self._fleet, self._specialists
-        if not fleet.prefill_instances:
-            return [fleet.instances[place] for place in specialists.values()]
-        own = set(self._columns.instance)
-        return [view for view in fleet.prefill_instances if view[0] in specialists or view[0] not in own]
-
-    def may_be_below(self, score_s: float, view: InstanceView) -> bool:
-        """False if a hand-off by this P costs as much by the prefill, the streams it stalls and what is queued."""
-        prefill_s = self._prices.own_s(view.cached_tokens)
-        streams_s = (view.requests - view.prefilling) * prefill_s
-        if prefill_s + streams_s >= score_s:
-            return False
-        queue_s = self._queue_s(view, prefill_s)
-        return queue_s + prefill_s + streams_s + self._policy.queue_cost * queue_s < score_s
-
-    def handed_off(self, prefills: Sequence[InstanceView]) -> _Placement | OffloadReason:
-        """The cheapest hand-off, or the reason why there is none."""
-        policy, fleet, costs, prompt = self._policy, self._fleet, self._costs, self._request.prompt_tokens
-        first = self._first_receiver()
-        if isinstance(first, OffloadReason):
-            return first
-        reason = OffloadReason.NO_PREFILL_CANDIDATE
-        best: _Placement | None = None
-        for view in prefills:
-            if not policy._has_room(view, prompt):
-                continue
-            if best is not None and not self.may_be_below(best.score_s, view):
-                continue
-            place, refused = self._receiver_of(view, first)
-            if place is None:
-                reason = refused if reason is OffloadReason.NO_PREFILL_CANDIDATE else reason
-                continue
-            decode = fleet.instances[place]
-            pair, streams = (view.instance, decode.instance), view.decode_streams
-            transfers = self._transfers.get(place)
-            if transfers is None:
-                transfers = Transfers(self._request, decode, costs, fleet.offloads_in_flight)
-                self._transfers[place] = transfers
-            transfer_s, _ = transfers.times(view, pair, max(streams, decode.decode_streams), 0.0)
-            prefill_s = self._prices.own_s(view.cached_tokens)
-            queue_s = self._queue_s(view, prefill_s)
-            decode_queue_s = self._queue_s(decode)
-            first_s = max(queue_s + prefill_s + transfer_s, decode_queue_s)
-            if first_s > self._bound_s:
-                reason = OffloadReason.DOES_NOT_PAY
-                continue
-            streams_s, decode_s = streams * prefill_s, policy.stream_s * decode.requests
-            behind_s, risk_s = policy.queue_cost * queue_s, costs.transfer.failure_rate(pair) * first_s
-            eviction_s = self._evictions_s.get(place, 0.0)
-            score_s = first_s + streams_s + behind_s + decode_s + eviction_s + risk_s
-            if best is None or score_s < best.score_s:
-                waits = (queue_s, prefill_s, transfer_s, decode_queue_s, first_s)
-                terms = (*waits, streams_s, behind_s, decode_s, eviction_s, risk_s, score_s)
-                best = _Placement(place, view.instance, terms, score_s)
-        return best or reason
-
-    def _receiver_of(self, prefill: InstanceView, first: int) -> tuple[int | None, OffloadReason]:
-        """Place of the best D that a P may hand over to, or None and the reason."""
-        fleet, reason = self._fleet, OffloadReason.NO_PREFILL_CANDIDATE
-        # Nearly always it is the best D of all; only then it is not, all are ranked.
-        for place in chain((first,), self._others()):
-            decode = fleet.instances[place]
-            if may_send(prefill, decode):
-                if (prefill.instance, decode.instance) not in fleet.broken_pairs:
-                    return place, OffloadReason.CHOSEN
-                reason = OffloadReason.PAIR_BROKEN
-        return None, reason
-
-    def _first_receiver(self) -> int | OffloadReason:
-        """Place of the candidate that is the best D of a hand-off, or the reason why there is none."""
-        views, stream_s = self._fleet.instances, self._policy.stream_s
-        receiving, best, least_s = False, list[int](), inf
-        # Fewest requests first: what is queued is looked up until they alone rank behind the best.
-        requests = self._columns.requests
-        for place in sorted(range(len(views)), key=requests.__getitem__):
-            if stream_s * requests[place] > least_s:
-                break
-            view = views[place]
-            if not may_receive(view) or view.instance in self._specialists:
-                continue
-            receiving = True
-            if not self._receives(view):
-                continue
-            rank_s = self._rank_s(place, view)
-            if rank_s < least_s:
-                best, least_s = [place], rank_s
-            elif rank_s == least_s:
-                best.append(place)
-        if not best:
-            return OffloadReason.NO_ROOM_ON_D if receiving else OffloadReason.ROLE_FORBIDS
-        return best[0] if len(best) == 1 else min(best, key=partial(tie_break, self._fleet))
-
-    def _others(self) -> Iterator[int]:
-        """Places of all that may be D of a hand-off, best first."""
-        if self._ranked is None:
-            ranks = [
-                (self._rank_s(place, view), tie_break(self._fleet, place), place)
-                for place, view in enumerate(self._fleet.instances)
-                if may_receive(view) and view.instance not in self._specialists and self._receives(view)
-            ]
-            self._ranked = [place for _, _, place in sorted(ranks)]
-        yield from self._ranked
-
-    def _rank_s(self, place: int, view: InstanceView) -> float:
-        return self._queue_s(view) + self._policy.stream_s * view.requests + self._evictions_s.get(place, 0.0)
-
-    def _receives(self, view: InstanceView) -> bool:
-        return self._policy._has_room(view, self._request.prompt_tokens, self._request.max_tokens)
-
-    def _queue_s(self, view: InstanceView, own_s: float = 0.0) -> float:
-        """Seconds of the queue before P's prefill, or before D's next token after the transfer (none of its own)."""
-        return self._prices.queue_s(view, own_s)
 
 
 def _first_s(terms: Terms) -> float:
@@ -392,7 +206,7 @@ def _first_s(terms: Terms) -> float:
     return terms[0] + terms[3]
 
 
-def _places_of(names: Sequence[str], columns: FleetColumns) -> dict[str, int]:
+def _places_of(names: Collection[str], columns: FleetColumns) -> dict[str, int]:
     """Places of the candidates of these names, by name, in the order of the fleet."""
     if not names:
         return {}

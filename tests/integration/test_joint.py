@@ -34,7 +34,7 @@ async def specialist_of(cluster: Cluster) -> str:
     state, now_s = cluster.core.router.state, time.monotonic()
     state.specialists.began(now_s - 600.0)
     state.specialists.contexts.sent("ended", "inst-0", 20_000, now_s - 600.0, 1)
-    state.specialists.prefilled(1e4, now_s)
+    state.specialists.prefilled("inst-1", 1e4, now_s)
     first = await cluster.client.post("/v1/completions", json=completion(0, 24_000, 2))
     assert first.status_code == 200
     instances = (await cluster.client.get("/instances")).json()["instances"]

@@ -7,6 +7,7 @@ import pytest
 from policies.offload.specialists import (
     ABSENT_S,
     KEEPS,
+    MOST_BUSY,
     MOST_LOST,
     ROOM,
     SETTLED_S,
@@ -83,7 +84,7 @@ def test_specialists_are_those_that_can_send_then_the_instances_with_the_fewest_
 
 
 def updated(book: Specialists, now_s: float, share_s: float = 1e4, names: int = 8, **fields: float) -> tuple[str, ...]:
-    book.prefilled(share_s, now_s)
+    book.prefilled("inst-0", share_s, now_s)
     book.update(idle(names), load(book.share(now_s), names, **fields), now_s)
     return book.names
 
@@ -93,10 +94,31 @@ def test_the_share_is_of_time_and_right_from_the_start() -> None:
     book.began(0.0)
     assert book.share(0.0) == 0.0
     for second in range(1, 1201):
-        book.prefilled(2.0, float(second))
+        book.prefilled("inst-0", 2.0, float(second))
         if second in {60, 600, 1200}:
             assert book.share(float(second)) == pytest.approx(2.0, rel=0.02)
     assert book.share(1260.0) == pytest.approx(1.0, rel=0.02)
+
+
+def test_a_specialist_stretches_answers_by_the_share_of_its_time_that_long_prefills_take() -> None:
+    book = Specialists()
+    book.began(0.0)
+    assert book.stretches(0.0) == {}
+    for second in range(1, 601):
+        book.prefilled("inst-0", 0.5, float(second))
+        book.prefilled("inst-1", 9.0, float(second))
+    assert book.stretches(600.0) == {}, "there are none"
+    book.update(idle(8), load(book.share(600.0), 8), 600.0)
+    book.update(idle(8), load(book.share(600.0), 8), 600.0)
+    stretches = book.stretches(600.0)
+    assert list(stretches) == ["inst-0", "inst-1"] == list(book.names)
+    assert stretches["inst-0"] == pytest.approx(2.0, rel=0.02)
+    assert stretches["inst-1"] == pytest.approx(1 / (1 - MOST_BUSY)), "more work than time"
+    assert book.stretches(660.0)["inst-0"] == pytest.approx(1 / 0.75, rel=0.02)
+    book.restarted("inst-0")
+    assert book.stretches(600.0)["inst-0"] == 1.0, "it has nothing to compute any more"
+    book.forget("inst-1")
+    assert book.stretches(600.0) == {"inst-0": 1.0}
 
 
 def test_none_is_added_before_the_bounds_held_for_a_while() -> None:
@@ -124,8 +146,8 @@ def test_one_that_is_no_candidate_for_long_or_left_is_replaced() -> None:
 
 def test_an_earlier_time_changes_nothing_for_the_worse() -> None:
     book = Specialists()
-    book.prefilled(5.0, 100.0)
-    book.prefilled(5.0, 90.0)
+    book.prefilled("inst-0", 5.0, 100.0)
+    book.prefilled("inst-0", 5.0, 90.0)
     assert book.share(80.0) == 0.0
     assert book.share(160.0) == pytest.approx(10.0 * 0.5 * 0.6931 / 60.0 / 0.5, rel=0.01)
 
@@ -144,7 +166,7 @@ def test_idle_contexts_that_may_return_count_against_specialists(pool_tokens: in
     state, names = fleet_state(8, pool_tokens)
     for turn in range(40):
         now_s, request = 10.0 * turn, ask_new(turn, 4_500, session_id=f"s-{turn}")
-        state.specialists.prefilled(100.0, now_s)
+        state.specialists.prefilled("inst-0", 100.0, now_s)
         fleet = state.snapshot(request, now_s, names)
         decision = decision_for(request, names[turn % 8], names[(turn + 1) % 8])
         state.commit(request, fleet, decision, now_s).release(now_s)
@@ -157,7 +179,7 @@ def test_commits_count_heavy_prefills_and_snapshots_only_read() -> None:
     for number in range(12):
         now_s, request = 10.0 * number, ask_new(number, 120_000)
         fleet = state.snapshot(request, now_s, names)
-        assert fleet.specialists == state.specialists.names
+        assert tuple(fleet.specialists) == state.specialists.names
         decision = decision_for(request, names[number % 4], names[(number + 1) % 4])
         state.commit(request, fleet, decision, now_s).release(now_s)
     assert len(state.specialists.names) == 1

@@ -37,7 +37,7 @@ def view(name: str, streams: int = 4, **fields: Any) -> InstanceView:
 
 
 def fleet(*views: InstanceView, **fields: Any) -> FleetSnapshot:
-    return fleet_of(*views, **{"specialists": ("p",), "costs": CostBook().at(0.0), **fields})
+    return fleet_of(*views, **{"specialists": {"p": 1.0}, "costs": CostBook().at(0.0), **fields})
 
 
 BUSY = (view("a", 6), view("b", 4), view("p", 0, prefilling=0))
@@ -58,7 +58,7 @@ def drawn(draw: random.Random) -> tuple[RequestView, FleetSnapshot]:
             "role": draw.choice(list(Role)),
         }
         views.append(view(f"inst-{number}", requests, **fields))
-    return ask(prompt), fleet(*views, specialists=(), sequence=draw.randint(0, 1_000))
+    return ask(prompt), fleet(*views, specialists={}, sequence=draw.randint(0, 1_000))
 
 
 def test_without_specialists_or_producers_the_choice_is_that_of_warm() -> None:
@@ -77,7 +77,7 @@ def test_what_is_not_long_is_placed_by_warm_and_specialists_cost_more(case: tupl
     request, snapshot = case
     names = tuple(each.instance for each in snapshot.instances)
     policy = Joint(heavy_tokens=10**9, specialist_s=3.0, eviction_weight=0.0)
-    choice = policy.choose(request, snapshot._replace(specialists=names[:2]))
+    choice = policy.choose(request, snapshot._replace(specialists=dict.fromkeys(names[:2], 1.0)))
     warm = Warm().choose(request, snapshot)
     extra = [3.0 if name in names[:2] else 0.0 for name in names]
     assert [each.score for each in choice.scores] == [
@@ -92,7 +92,7 @@ def test_what_is_not_long_is_placed_by_warm_and_specialists_cost_more(case: tupl
 def test_a_hand_off_is_one_that_can_be_carried_out(case: tuple[RequestView, FleetSnapshot]) -> None:
     request, snapshot = case
     names = tuple(each.instance for each in snapshot.instances)
-    snapshot = snapshot._replace(specialists=names[: len(names) // 2])
+    snapshot = snapshot._replace(specialists=dict.fromkeys(names[: len(names) // 2], 1.0))
     policy = Joint(heavy_tokens=1, max_own_loss=100.0)
     decision = decide(request, snapshot, policy, Never(), ClassThresholds())
     assert policy.quick(request, snapshot, FleetColumns.of(snapshot.instances)).place == names.index(decision.decode_on)
@@ -128,6 +128,19 @@ def test_a_long_cold_prompt_is_prefilled_on_the_specialist_and_decoded_where_the
     assert score.score == inputs["handed_off_s"] < inputs["colocated_s"]
     assert score.inputs["handed_off_s"] == score.score < score.inputs["colocated_s"]
     assert score_of(choice, "p").inputs["specialist_s"] == 1.0
+
+
+def test_a_hand_off_saves_the_stalls_of_the_answer_on_a_specialist_that_would_decode_it() -> None:
+    views = (view("a", 60), view("b", 10), view("p", 0, prefilling=0))
+    idle, busy = (fleet(*views, specialists={"p": stretch}) for stretch in (1.0, 20.0))
+    assert (plan_of(idle)[0], plan_of(busy)[0]) == (None, "p")
+    choice = Joint().choose(REQUEST, busy)
+    assert choice.plan is not None
+    assert choice.plan.inputs["saved_s"] == 3.0 * 19.0
+    assert choice.plan.inputs["handed_off_s"] == score_of(choice, "b").score < score_of(choice, "p").score
+    assert plan_of(busy, answer_s=0.0)[0] is None
+    # Without a specialist as the best single instance, there is nothing to save.
+    assert Joint().choose(REQUEST, fleet(view("b", 0), *views[::2], specialists={"p": 20.0})).instance == "b"
 
 
 def test_contexts_are_placed_where_the_fewest_of_the_last_minutes_are() -> None:
@@ -184,7 +197,7 @@ def test_the_queue_of_a_specialist_counts_again_for_prompts_that_will_wait_behin
 
 def test_a_specialist_that_decodes_is_taken_before_one_with_a_queue() -> None:
     queued = view("p", requests=1, prefilling=1, pending_prefill_tokens=60_000)
-    snapshot = fleet(*BUSY[:2], queued, view("q", 1), specialists=("p", "q"))
+    snapshot = fleet(*BUSY[:2], queued, view("q", 1), specialists={"p": 1.0, "q": 1.0})
     assert plan_of(snapshot)[0] == "q"
     assert plan_of(snapshot, queue_cost=0.0)[0] == "p"
 
@@ -212,8 +225,8 @@ def test_streams_on_the_specialist_count_against_it() -> None:
 @pytest.mark.parametrize(
     ("views", "fields", "reason"),
     [
-        (BUSY, {"specialists": ()}, OffloadReason.NO_SPECIALIST),
-        (BUSY, {"specialists": ("gone",)}, OffloadReason.NO_SPECIALIST),
+        (BUSY, {"specialists": {}}, OffloadReason.NO_SPECIALIST),
+        (BUSY, {"specialists": {"gone": 1.0}}, OffloadReason.NO_SPECIALIST),
         (BUSY, {"broken_pairs": frozenset({("p", "a"), ("p", "b")})}, OffloadReason.PAIR_BROKEN),
         ((view("a", role=Role.NONE), BUSY[2]), {}, OffloadReason.ROLE_FORBIDS),
         ((BUSY[0], view("p", 0, role=Role.KV_CONSUMER)), {}, OffloadReason.NO_PREFILL_CANDIDATE),
@@ -239,7 +252,7 @@ def test_a_broken_pair_leaves_the_next_d() -> None:
 def test_instances_that_only_prefill_are_specialists_too() -> None:
     consumers = (view("a", 5, role=Role.KV_CONSUMER), view("b", 4, role=Role.KV_CONSUMER))
     producer = view("only", 0, role=Role.KV_PRODUCER)
-    snapshot = fleet(*consumers, specialists=(), prefill_instances=(*consumers, producer))
+    snapshot = fleet(*consumers, specialists={}, prefill_instances=(*consumers, producer))
     choice = Joint().choose(REQUEST, snapshot)
     assert choice.plan is not None
     assert (choice.instance, choice.plan.prefill_on) == ("b", "only")

@@ -38,6 +38,7 @@ PARAMS: tuple[dict[str, Any], ...] = (
     {"heavy_tokens": 1, "max_own_loss": 10.0, "slowdown": 0.0},
     {"heavy_tokens": 1, "max_own_loss": 10.0, "eviction_weight": 5.0},
     {"heavy_tokens": 1, "max_own_loss": 10.0, "eviction_weight": 0.0},
+    {"heavy_tokens": 1, "max_own_loss": 10.0, "answer_s": 0.0},
 )
 
 
@@ -76,7 +77,7 @@ def drawn(draw: random.Random) -> tuple[RequestView, FleetSnapshot]:
         costs=draw.choice((None, None, drawn_costs(draw, names))) if not ordered else drawn_costs(draw, names),
         broken_pairs=frozenset((draw.choice(names), draw.choice(names)) for _ in range(draw.choice((0, 0, 4)))),
         prefill_instances=(*views, *only) if only else (),
-        specialists=(*specialists, *draw.choice(((), ("gone",)))),
+        specialists={name: draw.choice((1.0, 1.6, 20.0)) for name in (*specialists, *draw.choice(((), ("gone",))))},
         contexts=ContextsView(
             {name: draw.choice((0, 100_000, 700_000)) for name in names if draw.random() < 0.8}, draw.choice((1.0, 0.3))
         ),
@@ -145,6 +146,8 @@ def exhaustive(
         if usable:
             eviction_s = evictions.get(min(usable)[2].instance, 0.0)
             terms = priced(policy, request, fleet, prefill, min(usable)[2], queues, eviction_s)
+            terms["saved_s"] = policy.answer_s * (fleet.specialists.get(names[place], 1.0) - 1)
+            terms["handed_off_s"] -= terms["saved_s"]
             if terms["first_s"] <= bound_s:
                 found.append((terms["handed_off_s"], at, prefill.instance, min(usable)[2].instance, terms))
     if not found or min(found)[0] >= scores[place]:
