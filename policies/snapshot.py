@@ -27,8 +27,8 @@ class FleetSnapshot(NamedTuple):
     costs: Costs | None = None
     """Cost models at this moment; None if nothing is learned."""
     specialists: Mapping[str, float] = {}
-    """Instances designated for long prefills (`policies.offload.specialists`), candidates or not, the oldest first. By
-    each the factor by which these prolong an answer there: 1 / (1 - their share of its time).
+    """By the name of each instance designated for long prefills (`policies.offload.specialists`), candidate or not, the
+    oldest first: how many times longer an answer takes there for these, 1 / (1 - their share of its time).
     """
     contexts: ContextsView = ContextsView()
     """Empty if there is no specialist."""

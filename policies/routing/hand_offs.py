@@ -18,7 +18,7 @@ from policies.types import InstanceView, OffloadReason, RequestView
 
 
 class HandOffPrices(Protocol):
-    """Those of ``joint`` that price a hand-off."""
+    """Parameters of ``joint`` that price a hand-off, and its rule of room."""
 
     @property
     def max_own_loss(self) -> float: ...
@@ -69,7 +69,7 @@ _TERMS = (
 
 
 class PossibleHandOffs:
-    """Those that a request may take, and the cheapest of them."""
+    """Hand-offs that one request may take, and the cheapest of them."""
 
     __slots__ = (
         "_bound_s",
@@ -98,7 +98,19 @@ class PossibleHandOffs:
         colocated_first_s: float,
         evictions_s: Mapping[int, float],
     ) -> None:
-        """``specialists``: places by name; ``alone``: the best instance by itself; ``evictions_s``: by place."""
+        """Inputs of their prices.
+
+        Args:
+            policy: parameters.
+            request: the request.
+            fleet: the fleet as the decision sees it.
+            columns: its candidates.
+            specialists: places of those among the candidates, by name.
+            prices: scores of single candidates.
+            alone: place of the best single instance.
+            colocated_first_s: to a first token there, or on the best that is no specialist.
+            evictions_s: price of the context, by place.
+        """
         self._policy = policy
         self._request = request
         self._fleet = fleet

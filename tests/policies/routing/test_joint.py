@@ -139,8 +139,9 @@ def test_a_hand_off_saves_the_stalls_of_the_answer_on_a_specialist_that_would_de
     assert choice.plan.inputs["saved_s"] == 3.0 * 19.0
     assert choice.plan.inputs["handed_off_s"] == score_of(choice, "b").score < score_of(choice, "p").score
     assert plan_of(busy, answer_s=0.0)[0] is None
-    # Without a specialist as the best single instance, there is nothing to save.
-    assert Joint().choose(REQUEST, fleet(view("b", 0), *views[::2], specialists={"p": 20.0})).instance == "b"
+    elsewhere = fleet(view("b", 0), *views[::2], specialists={"p": 20.0})
+    assert plan_of(elsewhere)[0] is None, "the best single instance is no specialist, so there is nothing to save"
+    assert Joint().choose(REQUEST, elsewhere).instance == "b"
 
 
 def test_contexts_are_placed_where_the_fewest_of_the_last_minutes_are() -> None:
