@@ -48,6 +48,7 @@ def _runs(folder: str) -> list[RouterRecord]:
         ("own GPUs, fourth", "hand-offs-h100-4x-fourth", 90.1, "warm"),
         ("parts of a GPU", "hand-offs-h200-mps", 116.0, "warm"),
         ("parts of two GPUs", "hand-offs-h200-2x-mps", 132.8, "warm"),
+        ("Claude Code, parts of a GPU", "hand-offs-h200-mps-claude", 248.2, "warm"),
         ("order", "order-h100-4x", 48.9, "warm,slowdown=0"),
         ("order, conversations", "order-h100-4x-conversations", 26.0, "warm,slowdown=0"),
         ("order, agents", "order-h100-4x-agents", 75.2, "warm,slowdown=0"),
@@ -122,6 +123,26 @@ def test_what_the_page_says_of_runs_on_parts_of_a_gpu() -> None:
     assert "mean E2E 6.31 and 7.04 s, TTFT p90 2.07 and 2.57 s" in _PAGE
     assert "6.62 s, 2.29 s; mean TTFT of the three 1.08, 1.24\nand 1.31 s" in _PAGE
     assert "14 and 17 judged requests were handed over" in _PAGE
+
+
+def test_what_the_page_says_of_sessions_of_claude_code() -> None:
+    runs = {
+        (run.label, run.repeat): [each.record() for each in run.requests] for run in _runs("hand-offs-h200-mps-claude")
+    }
+    warming = {run: [each for each in found if each.trace_timestamp_s < 248.2] for run, found in runs.items()}
+    waits = {run: f"{np.mean([each.ttft_scheduled_s for each in found]):.1f}" for run, found in warming.items()}
+    assert waits == {("warm", 0): "13.0", ("warm", 1): "13.1", ("joint", 0): "14.7", ("joint", 1): "15.2"}
+    assert "mean TTFT 14.7 and 15.2 s, `warm` 13.0 and\n13.1 s; 16 of the 19 hand-offs of a run are there" in _PAGE
+    handed = {run: [each.prefill_instance is not None for each in found] for run, found in runs.items()}
+    assert [sum(handed["joint", repeat]) for repeat in (0, 1)] == [19, 19]
+    assert [sum(each.prefill_instance is not None for each in warming["joint", repeat]) for repeat in (0, 1)] == [
+        16,
+        16,
+    ]
+    assert {len(found) for found in warming.values()} == {98}
+    unanswered = [549 - len(found) for found in runs.values()]
+    assert f"with {min(unanswered)} to {max(unanswered)} of 549 requests unanswered" in _PAGE
+    assert all(each.ok for found in runs.values() for each in found)
 
 
 def test_what_the_page_says_of_contexts_that_moved() -> None:
