@@ -19,9 +19,6 @@ _DECODED_BYTES = 2 * 1024 * 1024
 _LONGEST_BYTES = 64 * 1024
 """Longest field of a large body besides its prompt."""
 
-_LARGEST = 2.0**63
-"""Bound on floats that are taken for integers."""
-
 
 class StreamOptions(msgspec.Struct):
     """The fields of ``stream_options`` that are read."""
@@ -125,10 +122,8 @@ class _Reading(NamedTuple):
     decode: Callable[[bytes], GenerationBody]
     decode_guarded: Callable[[bytes], GenerationBody]
     """One pass finds the guarded fields as well, however their names are escaped."""
-    decode_floats: Callable[[bytes], GenerationBody]
-    """As ``decode_guarded``, for bodies that one of the others refuses: integers may be floats."""
-    integers: tuple[str, ...]
-    """Fields that are integers."""
+    decode_lax: Callable[[bytes], GenerationBody]
+    """As ``decode_guarded``, for bodies that one of the others refuses: values may be written in other types."""
     prompts: frozenset[str]
     """Fields that are left as they are."""
     short: frozenset[str]
@@ -140,16 +135,11 @@ def _reading(kind: type[GenerationBody]) -> _Reading:
         f"_Guarded{kind.__name__}", [(name, msgspec.Raw, _NOTHING) for name in _GUARDED], bases=(kind,)
     )
     fields = msgspec.structs.fields(kind)
-    integers = tuple(field.name for field in fields if field.type == int | None)
-    floats = msgspec.defstruct(
-        f"_Floats{kind.__name__}", [(name, int | float | None, None) for name in integers], bases=(guarded,)
-    )
     prompts = frozenset(field.encode_name for field in fields if field.type is msgspec.Raw) - _SESSION_FIELDS
     return _Reading(
         msgspec.json.Decoder(kind).decode,
         msgspec.json.Decoder(cast(type[GenerationBody], guarded)).decode,
-        msgspec.json.Decoder(cast(type[GenerationBody], floats)).decode,
-        integers,
+        msgspec.json.Decoder(cast(type[GenerationBody], guarded), strict=False).decode,
         prompts,
         frozenset(field.encode_name for field in fields) - prompts,
     )
@@ -163,7 +153,7 @@ def decode_fields(body: bytes, allowed: Set[str], kind: type[GenerationBody] = G
     try:
         fields = _READINGS[kind].decode_guarded(body)
     except _UNREADABLE as error:
-        fields = _with_whole_floats(body, _READINGS[kind], error)
+        fields = _read_as_engines_do(body, _READINGS[kind], error)
     guarded = _guarded_values(fields)
     if guarded != _NONE_GIVEN:
         given = {name: raw for name, raw in zip(_GUARDED, guarded, strict=True) if raw != _NOTHING}
@@ -183,27 +173,23 @@ def large_fields(body: bytes, allowed: Set[str], kind: type[GenerationBody] = Ge
     try:
         fields = reading.decode(short)
     except _UNREADABLE as error:
-        fields = _with_whole_floats(short, reading, error)
+        fields = _read_as_engines_do(short, reading, error)
     for name in reading.prompts:
         setattr(fields, name, given.get(name, _NOTHING))
     return fields
 
 
-def _with_whole_floats(body: bytes, reading: _Reading, error: Exception) -> GenerationBody:
-    """Decode a body again whose integers may be whole floats (``10.0``), which vLLM accepts; raises as ``_problem``."""
+def _read_as_engines_do(body: bytes, reading: _Reading, error: Exception) -> GenerationBody:
+    """Decode a body again with the values that vLLM converts: ``"10"``, ``10.0``, ``"true"``, ``1`` for true.
+
+    Raises RequestError as ``_problem``; ``error`` is that of the first reading.
+    """
     if not isinstance(error, msgspec.ValidationError):
         raise _problem(error) from error
     try:
-        fields = reading.decode_floats(body)
+        return reading.decode_lax(body)
     except _UNREADABLE as second:
-        raise _problem(error if "int | float" in str(second) else second) from error
-    for name in reading.integers:
-        value = getattr(fields, name)
-        if isinstance(value, float):
-            if not value.is_integer() or abs(value) >= _LARGEST:
-                raise _problem(error) from error
-            setattr(fields, name, int(value))
-    return fields
+        raise _problem(second) from error
 
 
 def _bounded(known: dict[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:

@@ -9,6 +9,7 @@ seed.
 from __future__ import annotations
 
 from enum import StrEnum
+from math import isfinite
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -22,13 +23,14 @@ from proxy.settings.resume import ResumeSettings, ResumeWhen
 HEADER = b"x-warmroute-resume"
 
 _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-_decode_number = msgspec.json.Decoder(float).decode
+_decode_number = msgspec.json.Decoder(float, strict=False).decode
 _encode = msgspec.json.encode
 
 _GREEDY_BELOW = 1e-5
 """vLLM treats a lower temperature (``_SAMPLING_EPS``) as greedy."""
 _DEFAULT_COMPLETION_TOKENS = 16
 """vLLM's ``max_tokens`` of a completion without one."""
+_TRUE = frozenset((b"true", b"1", b'"true"'))
 _NEUTRAL = frozenset((b"null", b"false", b"0", b"0.0", b"[]", b"{}", b'""'))
 
 _CARRIED = frozenset(
@@ -153,7 +155,7 @@ def plan_resume(parsed: Parsed, *, sampled: bool) -> ResumePlan | ResumeResult:
         parsed.endpoint,
         may_continue=not stateful and (greedy or not seeded),
         may_repeat=greedy or seeded,
-        returns_ids=bytes(fields.get("return_token_ids", b"")) == b"true",
+        returns_ids=bytes(fields.get("return_token_ids", b"")) in _TRUE,
         max_tokens=None if limit is None else int(limit),
         min_tokens=int(_number(fields.get("min_tokens"), 0)),
     )
@@ -276,6 +278,7 @@ def _number(raw: msgspec.Raw | None, default: _Default) -> float | _Default:
     if raw is None:
         return default
     try:
-        return _decode_number(raw)
+        number = _decode_number(raw)
     except msgspec.DecodeError:
         return default
+    return number if isfinite(number) else default

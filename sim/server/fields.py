@@ -12,7 +12,7 @@ _MOST_LOGPROBS = 20
 class StreamOptions(msgspec.Struct):
     """``stream_options`` of a request."""
 
-    include_usage: bool = False
+    include_usage: bool | None = False
 
 
 class KvTransferParams(msgspec.Struct):

@@ -29,7 +29,7 @@ class MessageFields(GenerationFields, kw_only=True):
     output_config: dict[str, Any] | None = None
 
 
-_decoder = msgspec.json.Decoder(MessageFields)
+_decoder = msgspec.json.Decoder(MessageFields, strict=False)
 
 
 class MessagesApi:

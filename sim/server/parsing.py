@@ -75,8 +75,8 @@ class GenerationCall(NamedTuple):
         return (self.request, *self.others)
 
 
-_completion = msgspec.json.Decoder(CompletionBody)
-_chat = msgspec.json.Decoder(ChatBody)
+_completion = msgspec.json.Decoder(CompletionBody, strict=False)
+_chat = msgspec.json.Decoder(ChatBody, strict=False)
 _tokenize = msgspec.json.Decoder(TokenizeBody)
 _ids = msgspec.json.Decoder(list[int])
 _prompt = msgspec.json.Decoder(str | list[str | list[int]])
@@ -257,7 +257,7 @@ def call_of(
         requests[0],
         chat,
         bool(body.stream),
-        body.stream_options is not None and body.stream_options.include_usage,
+        body.stream_options is not None and bool(body.stream_options.include_usage),
         ("chatcmpl-" if chat else "cmpl-") + (request_id or internal_id),
         tuple(requests[1:]),
         count,

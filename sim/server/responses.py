@@ -40,7 +40,7 @@ class ResponseFields(OrderedFields, kw_only=True):
     conversation: Any = None
 
 
-_decoder = msgspec.json.Decoder(ResponseFields)
+_decoder = msgspec.json.Decoder(ResponseFields, strict=False)
 
 
 class _Kept(NamedTuple):

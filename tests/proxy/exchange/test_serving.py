@@ -50,12 +50,20 @@ async def test_stream_bytes_are_relayed_untouched_when_the_client_asks_for_usage
     assert engine.seen[0] == body
 
 
-@pytest.mark.parametrize("asked", [{}, {"stream_options": {"include_usage": False}}])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        *({"stream_options": {"include_usage": off}} for off in (False, 0, "false")),
+        {"stream": "true"},
+        {"stream": 1},
+    ],
+)
 async def test_usage_is_learnt_but_not_shown_when_the_client_did_not_ask(
     start_proxy: StartProxy, asked: dict[str, Any]
 ) -> None:
     proxy = await start_proxy(1, engines=[StubEngine(cached_tokens=320)])
-    answer = await proxy.client.post("/v1/completions", json=completion(stream=True, **asked))
+    answer = await proxy.client.post("/v1/completions", json=completion(**{"stream": True, **asked}))
     engine = proxy.engines[0]
     assert answer.content == b"".join(engine.event(number) for number in range(4)) + b"data: [DONE]\n\n"
     assert engine.seen[0]["stream_options"] == {"include_usage": True}

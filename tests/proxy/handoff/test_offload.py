@@ -173,6 +173,7 @@ async def test_d_does_not_wait_for_a_p_that_has_ended_early(start_proxy: StartPr
     [
         *({"use_beam_search": False}, {"use_beam_search": None}, {"max_completion_tokens": 3}),
         *({"max_tokens": 8, "min_tokens": least} for least in (8, "8", 8.0)),
+        {"max_tokens": "8", "n": "1", "stream": "true", "stream_options": {"include_usage": "false"}},
     ],
 )
 async def test_fields_that_change_nothing_leave_the_hand_off(start_proxy: StartProxy, shape: dict[str, Any]) -> None:
@@ -212,6 +213,7 @@ async def test_what_no_engines_context_has_room_for_is_not_handed_over(
         *({"max_tokens": 0}, {"max_completion_tokens": 0}, {"stream_options": {"include_usage": True}}),
         *({"max_tokens": 8, "min_tokens": 9}, {"max_tokens": None, "min_tokens": 17}, {"min_tokens": -1}),
         {"min_tokens": None},
+        *({"n": "2"}, {"echo": 1}, {"prompt_logprobs": "1"}, {"max_tokens": "0"}, {"max_tokens": "8", "min_tokens": 9}),
     ],
 )
 async def test_requests_one_hand_off_cannot_carry_run_co_located(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from proxy.errors import RequestError
+from proxy.request.generation_body import ResponsesBody
 from proxy.request.parse import Endpoint, Parsed, ParseRules, parse_steps
 from proxy.request.steps import at_once
 from proxy.request.token_chunks import TokenChunks
@@ -17,9 +18,9 @@ PADDING = 3 * 1024 * 1024
 """Makes a body large enough to be read in slices."""
 
 
-def parse(body: str, *allowed: str) -> Parsed:
+def parse(body: str, *allowed: str, endpoint: Endpoint = Endpoint.COMPLETIONS) -> Parsed:
     rules = ParseRules(16, 1024, allowed_fields=frozenset(allowed))
-    return at_once(parse_steps(Endpoint.COMPLETIONS, body.encode(), rules, lambda _: False, TokenChunks()))
+    return at_once(parse_steps(endpoint, body.encode(), rules, lambda _: False, TokenChunks()))
 
 
 def request(fields: str, padding: int = 0) -> str:
@@ -99,14 +100,44 @@ def test_a_whole_float_is_taken_for_an_integer_as_by_vllm(padding: int) -> None:
 
 
 @pytest.mark.parametrize("padding", [0, PADDING])
+def test_numbers_and_flags_in_other_types_are_read_as_vllm_reads_them(padding: int) -> None:
+    body = request('"max_tokens":"10","n":"1.0","best_of":"2","stream":"true","echo":1,"prompt_logprobs":"0"', padding)
+    parsed = parse(body)
+    assert (parsed.max_tokens, parsed.fields.n, parsed.fields.best_of, parsed.stream) == (10, 1, 2, True)
+    assert (parsed.fields.echo, parsed.fields.prompt_logprobs, parsed.several) == (True, 0, True)
+    assert parsed.body == body.encode()
+    for off in ("0", '"false"', '"False"', '"0"'):
+        assert not parse(request(f'"stream":{off}', padding)).stream
+
+
+@pytest.mark.parametrize(("given", "hidden"), [("0", True), ('"false"', True), ("1", False), ('"true"', False)])
+def test_a_usage_option_in_another_type_is_read_as_vllm_reads_it(given: str, hidden: bool) -> None:
+    parsed = parse(request(f'"stream":1,"stream_options":{{"include_usage":{given}}}'))
+    assert (parsed.hides_usage, parsed.usage_requested) == (hidden, not hidden)
+
+
+def test_bounds_of_messages_and_responses_may_be_strings() -> None:
+    message = '{"model":"m","messages":[{}],"max_tokens":"7","stream":"true"}'
+    response = '{"model":"m","input":"x","max_output_tokens":"7","stream":1,"store":"false"}'
+    for body, endpoint in ((message, Endpoint.MESSAGES), (response, Endpoint.RESPONSES)):
+        parsed = parse(body, endpoint=endpoint)
+        assert (parsed.max_tokens, parsed.stream) == (7, True)
+    assert isinstance(parsed.fields, ResponsesBody)
+    assert parsed.fields.store is False
+
+
+@pytest.mark.parametrize("padding", [0, PADDING])
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
         ('"max_tokens":10.5', "max_tokens"),
         ('"max_tokens":1e300', "max_tokens"),
-        ('"max_tokens":"10"', "max_tokens"),
+        ('"max_tokens":"ten"', "max_tokens"),
+        ('"max_tokens":"10.5"', "max_tokens"),
         ('"max_tokens":10.0,"stream":3', "stream"),
+        ('"stream":"maybe"', "stream"),
         ('"max_tokens":10.0,"kv_transfer_params":{"a":1}', "kv_transfer_params"),
+        ('"max_tokens":"10","kv_transfer_params":{"a":1}', "kv_transfer_params"),
     ],
 )
 def test_other_numbers_are_refused_with_their_field(fields: str, param: str, padding: int) -> None:

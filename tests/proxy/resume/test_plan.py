@@ -94,6 +94,14 @@ def test_what_does_not_is_continued(change: dict[str, Any]) -> None:
     assert (plan.may_continue, plan.may_repeat) == (True, True)
 
 
+def test_numbers_and_flags_written_as_strings_count_like_others() -> None:
+    plan = planned(GREEDY | {"temperature": "0", "max_tokens": "9", "min_tokens": "3", "return_token_ids": "true"})
+    assert (plan.may_repeat, plan.max_tokens, plan.min_tokens, plan.returns_ids) == (True, 9, 3, True)
+    assert planned(GREEDY | {"temperature": 1, "seed": "5"}).may_repeat
+    for endless in ("inf", "nan"):
+        assert planned(GREEDY | {"min_tokens": endless}).min_tokens == 0
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [

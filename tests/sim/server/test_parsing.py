@@ -65,6 +65,16 @@ def test_defaults_and_options() -> None:
     assert chat({"role": "user", "content": "x"}).public_id == "chatcmpl-my-id"
 
 
+def test_numbers_and_flags_in_other_types_are_read_as_vllm_reads_them() -> None:
+    options = {"include_usage": "true"}
+    call = completion(prompt="abc", max_tokens="7", min_tokens=2.0, stream=1, stream_options=options, n="2", seed="5")
+    assert (call.request.max_tokens, call.request.min_tokens, call.stream, call.include_usage) == (7, 2, True, True)
+    assert (call.choices, call.request.output_offset) == (2, completion(prompt="abc", seed=5).request.output_offset)
+    said = {"role": "user", "content": "x"}
+    call = chat(said, max_completion_tokens="3", stream="false", stream_options={"include_usage": None})
+    assert (call.request.max_tokens, call.stream, call.include_usage) == (3, False, False)
+
+
 def test_the_seed_of_the_request_goes_before_the_engines() -> None:
     offsets = {completion(prompt="abc", seed=seed).request.output_offset for seed in (1, 2, -5, 2**70)}
     assert len(offsets) == 4

@@ -28,6 +28,13 @@ def test_responses_have_a_priority_and_messages_ignore_it() -> None:
     assert begin(MessagesApi(), messages=messages, max_tokens=5, priority=7)[0].request.priority == 0
 
 
+def test_numbers_and_flags_in_other_types_are_read_as_vllm_reads_them() -> None:
+    response, _ = begin(ResponsesApi(), input="hello", max_output_tokens="7", stream="true", store="false")
+    message, _ = begin(MessagesApi(), messages=[{"role": "user", "content": "hi"}], max_tokens="7", stream=1)
+    for call in (response, message):
+        assert (call.request.max_tokens, call.stream) == (7, True)
+
+
 def finished(call: GenerationCall, *, cached: int = 0) -> Delivery:
     delivery = Delivery(call.request, 0.0, stream=False, interval=1)
     delivery.sent, delivery.cached_tokens, delivery.finish_reason = call.request.max_tokens, cached, "length"
