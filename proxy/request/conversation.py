@@ -58,8 +58,8 @@ def responses_text(fields: ResponsesBody) -> bytes:
     given = memoryview(fields.input)
     if not given:
         raise RequestError(400, "'input' is missing: give a string or a list of items", param="input")
-    if given[0] not in b'["' or len(given) < 3:
-        raise RequestError(400, "'input' must be a non-empty string or list of items", param="input")
+    if given[0] not in b'["':
+        raise RequestError(400, "'input' must be a string or a list of items", param="input")
     if fields.previous_response_id:
         return bytes(given[:-1])
     return b"".join((memoryview(fields.instructions), memoryview(fields.tools), given[:-1]))

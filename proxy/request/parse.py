@@ -369,7 +369,7 @@ def _batch_prompt(raw: memoryview, rules: ParseRules, how: _Ids, chunks: TokenCh
         raise RequestError(
             400, f"'prompt' has more than {rules.max_prompts} prompts (limits.prompts)", param="prompt"
         ) from error
-    if items and all(item[0] == ord('"') and len(item) > 2 for item in items):
+    if items and all(item[0] == ord('"') for item in items):
         first = _text_prompt(items[0], rules.text_block_bytes, how)
         return Prompt(first.hashes, 0, sum(len(item) - 2 for item in items), len(items))
     if items and all(item[0] == ord("[") for item in items):

@@ -33,6 +33,15 @@ async def create(proxy: Running, **more: Any) -> tuple[str, str]:
     return answer.json()["id"], answer.headers["x-warmroute-instance"]
 
 
+@pytest.mark.parametrize("empty", ["", []])
+async def test_empty_input_is_left_to_the_engine(start_proxy: StartProxy, empty: Any) -> None:
+    proxy = await start(start_proxy, 1)
+    response_id, _ = await create(proxy)
+    for more in ({"instructions": "say hello"}, {"previous_response_id": response_id}):
+        assert (await proxy.client.post("/v1/responses", json=request(input=empty, **more))).status_code == 200
+    assert [body["input"] for body in typed(proxy)[0].seen[1:]] == [empty, empty]
+
+
 @pytest.mark.parametrize("piece_bytes", [0, 1, 64, 100_000])
 async def test_stream_is_byte_for_byte_the_engines_however_it_is_cut(start_proxy: StartProxy, piece_bytes: int) -> None:
     proxy = await start(start_proxy, 1)

@@ -71,6 +71,15 @@ async def test_usage_is_learnt_but_not_shown_when_the_client_did_not_ask(
     assert (row["actual_cached_tokens"], row["completion_tokens"], row["events"]) == (320, 4, 6)
 
 
+@pytest.mark.parametrize("prompt", [["", "x"], ["x", ""], [""]])
+async def test_an_empty_prompt_of_several_is_left_to_the_engine(start_proxy: StartProxy, prompt: list[str]) -> None:
+    proxy = await start_proxy(2)
+    assert (await proxy.client.post("/v1/completions", json=completion(prompt=prompt))).status_code == 200
+    [body] = [body for engine in proxy.engines for body in engine.seen]
+    assert body["prompt"] == prompt
+    assert ledger_is_zero(await proxy.settled())
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"include_usage": None}, {"include_usage": False, "continuous_usage_stats": True}]
 )

@@ -106,7 +106,7 @@ def test_images_count_as_a_constant() -> None:
         (Endpoint.MESSAGES, b'{"model":"m","messages":"x"}', "messages"),
         (Endpoint.MESSAGES, b'{"model":"m","messages":[{}],"kv_transfer_params":{"a":1}}', "kv_transfer_params"),
         (Endpoint.RESPONSES, b'{"model":"m"}', "input"),
-        (Endpoint.RESPONSES, b'{"model":"m","input":""}', "input"),
+        (Endpoint.RESPONSES, b'{"model":"m","input":null}', "input"),
         (Endpoint.RESPONSES, b'{"model":"m","input":5}', "input"),
         (Endpoint.RESPONSES, b'{"model":"m","input":"x","vllm_xargs":{"a":1}}', "vllm_xargs"),
         (Endpoint.RESPONSES, b'{"model":"m","input":"x","previous_response_id":5}', "previous_response_id"),
@@ -116,6 +116,17 @@ def test_bodies_that_cannot_be_routed_are_refused_by_field(endpoint: Endpoint, b
     with pytest.raises(RequestError) as refused:
         parse_request(endpoint, body, 16, 64)
     assert (refused.value.status, refused.value.param) == (400, param)
+
+
+@pytest.mark.parametrize("empty", ['""', "[]"])
+def test_a_response_without_input_is_left_to_the_engine(empty: str) -> None:
+    """Its prompt may be the instructions alone, or the conversation that it continues."""
+    alone = parse_request(Endpoint.RESPONSES, b'{"model":"m","input":%b}' % empty.encode(), 16, 64)
+    guided = b'{"model":"m","instructions":"%b","input":%b}' % (b"be brief " * 20, empty.encode())
+    assert alone.prompt.hashes == []
+    assert len(parse_request(Endpoint.RESPONSES, guided, 16, 64).prompt.hashes) == 2
+    continued = b'{"model":"m","previous_response_id":"r","input":%b}' % empty.encode()
+    assert parse_request(Endpoint.RESPONSES, continued, 16, 64).prompt.text_bytes == 1
 
 
 @pytest.mark.parametrize("endpoint", [Endpoint.MESSAGES, Endpoint.RESPONSES])

@@ -109,6 +109,9 @@ def test_several_prompts_and_texts_full_of_commas_are_what_they_are() -> None:
     assert (batch.tokens, batch.prompts, batch.hashes) == (5_010, 2, parsed(json.dumps(ids), chunks).hashes)
     texts = parsed(json.dumps(["1,2," * 5_000, "3"]), chunks)
     assert (texts.text_bytes, texts.prompts, texts.tokens) == (20_001, 2, 0)
+    for empty, length in ((["", "abc"], 3), (["abc", ""], 3), ([""], 0)):
+        texts = parsed(json.dumps(empty), chunks)
+        assert (texts.text_bytes, texts.prompts) == (length, len(empty))
 
 
 def test_a_bound_below_one_chunk_is_refused() -> None:
