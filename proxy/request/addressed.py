@@ -9,11 +9,10 @@ from typing import Any, NamedTuple, cast
 import msgspec
 
 from proxy.errors import RequestError
-from proxy.request.aliases import ModelAliases
+from proxy.request.aliases import ModelAliases, model_of_none
 from proxy.request.bodies import with_model
 from proxy.request.fields import REFUSED_FIELDS, check_fields
 from proxy.request.outline import fields_of
-from proxy.request.parse import model_of_none
 from proxy.request.steps import Steps
 
 _DECODED_BYTES = 2 * 1024 * 1024

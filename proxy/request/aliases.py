@@ -1,9 +1,10 @@
-"""Further names of models: exact ones, and prefixes of names."""
+"""Further names of models, exact ones and prefixes of names, and the model of a request without any."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from proxy.errors import RequestError
 from proxy.settings.front import ANY_END
 
 
@@ -36,3 +37,15 @@ class ModelAliases:
 
 NO_ALIASES = ModelAliases({})
 """None at all."""
+
+
+def model_of_none(sole_model: str | None) -> str:
+    """The model of a request that names none. Raises RequestError (400) if not just one is served."""
+    if sole_model is None:
+        raise RequestError(
+            400,
+            "Object missing required field `model`: not just one model is served; GET /v1/models lists them",
+            param="model",
+            code="invalid_type",
+        )
+    return sole_model

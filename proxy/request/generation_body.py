@@ -51,6 +51,7 @@ class GenerationBody(msgspec.Struct):
     echo: bool | None = None
     prompt_logprobs: int | None = None
     use_beam_search: msgspec.Raw = msgspec.Raw()
+    prompt_embeds: msgspec.Raw = msgspec.Raw()
 
     @property
     def model(self) -> str:
@@ -61,6 +62,14 @@ class GenerationBody(msgspec.Struct):
     def asked_tokens(self) -> int | None:
         """The client's bound on output tokens; None if it gave none."""
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def embedded_prompts(self) -> int:
+        """Number of prompts that are embeddings (vLLM's ``prompt_embeds``): a string of base64, or a list of them."""
+        given = memoryview(self.prompt_embeds)
+        if not given or bytes(given[:5]) in _NO_EMBEDDINGS:
+            return 0
+        return bytes(given).count(b'"') // 2 if given[0] == ord("[") else 1
 
     def only_d_refuses(self, default_tokens: int | None) -> bool:
         """True for values that an engine refuses and that the P leg of a hand-off does not have.
@@ -103,6 +112,7 @@ class ResponsesBody(GenerationBody):
         return self.max_output_tokens
 
 
+_NO_EMBEDDINGS = frozenset((b"null", b'""', b"[]", b"{}", b"0"))
 _SESSION_FIELDS = frozenset(("prompt_cache_key", "user", "session_id", "litellm_session_id", "metadata"))
 _NOTHING = msgspec.Raw()
 _GUARDED = tuple(sorted(REFUSED_FIELDS))

@@ -1,10 +1,11 @@
-"""Media in a chat's messages: not text, so they enter the prefix chain as a stand-in of constant length."""
+"""Media in a prompt: not text, so they enter the prefix chain as a stand-in of constant length."""
 
 from __future__ import annotations
 
 import re
 from itertools import repeat
 
+import msgspec
 from xxhash import xxh3_128_digest
 
 from proxy.request.steps import Steps
@@ -25,6 +26,11 @@ _VALUE = re.compile(
     rb'[ \t\r\n]*,[ \t\r\n]*){0,8}"[a-z_]{1,32}"[ \t\r\n]*:[ \t\r\n]*)?"'
 )
 """From a field's name to the beginning of its string, or of the first long one of its object."""
+
+
+def stand_in(medium: bytes | msgspec.Raw, seed: int = 0) -> bytes:
+    """Bytes in place of a medium, derived from its content."""
+    return xxh3_128_digest(medium, seed) * (STAND_IN_BYTES // 16)
 
 
 def may_have_media(body: bytes) -> bool:
@@ -56,7 +62,7 @@ def without_media(messages: bytes, seed: int = 0) -> Steps[tuple[bytes, int]]:
     parts: list[bytes] = []
     begin = 0
     for start, end in sorted(spans.items()):
-        parts += (messages[begin:start], xxh3_128_digest(messages[start:end], seed) * (STAND_IN_BYTES // 16))
+        parts += (messages[begin:start], stand_in(messages[start:end], seed))
         begin = end
         yield
     return b"".join((*parts, messages[begin:])), len(spans)

@@ -12,11 +12,10 @@ import msgspec
 from xxhash import xxh3_128_hexdigest
 
 from policies.predict.blocks import TOKEN_ID_BYTES, hash_byte_blocks, root_hash
-from policies.predict.exact_index import plain_root
 from policies.types import NO_TENANT, RequestView, Tenant
 from proxy.errors import RequestError
 from proxy.paths import HANDED_OFF
-from proxy.request.aliases import NO_ALIASES, ModelAliases
+from proxy.request.aliases import NO_ALIASES, ModelAliases, model_of_none
 from proxy.request.bodies import with_model
 from proxy.request.conversation import messages_text, responses_text
 from proxy.request.generation_body import (
@@ -26,10 +25,10 @@ from proxy.request.generation_body import (
     decode_fields,
     large_fields,
 )
-from proxy.request.media import may_have_media, without_media
+from proxy.request.media import may_have_media, stand_in, without_media
 from proxy.request.outline import TooManyMembersError, members_of
 from proxy.request.steps import Steps
-from proxy.request.token_chunks import MAX_BLOCKS, TokenChunks
+from proxy.request.token_chunks import MAX_BLOCKS, PromptHashing, TokenChunks
 
 AT_ONCE_BYTES = 512 * 1024
 """Bodies up to this size are parsed without a pause: 20 ms in the worst case (ids of one digit), 1 ms for text."""
@@ -37,6 +36,7 @@ _OFFLOADED_BYTES = 8 * 1024 * 1024
 """Both legs of a hand-off write the body again; the prompt of a longer one does not fit any model."""
 _SMALL_BYTES = 64 * 1024
 _MAX_MODEL_NAME = 256
+_NO_TEXT = frozenset((b"", b"null", b'""', b"[]"))
 _OFF = frozenset((b"", b"null", b"false"))
 _DEFAULT_COMPLETION_TOKENS = 16
 _DEFAULT_CHAT_TOKENS = 1024
@@ -68,7 +68,7 @@ class Prompt(msgspec.Struct, frozen=True):
     plain: bool = False
     """Blocks of token ids, for a base model, without cache salt: those that KV events can report."""
     media: int = 0
-    """Images and other media, each counted as a constant length of text."""
+    """Images and other media, embeddings too, each counted as a constant length of text."""
     lead_blocks: int = 0
     """Blocks of a chat's tools, before those of its messages."""
     continued: bool = False
@@ -174,9 +174,16 @@ def parse_steps(
         body = yield from with_model(body, model)
     salts = (fields.model, fields.cache_salt or "")
     if endpoint is Endpoint.COMPLETIONS:
-        prompt = yield from _completion_prompt(
-            fields, rules, _Ids(rules.block_tokens, salts, is_base_model(fields.model), rules.seed), chunks
-        )
+        ids = PromptHashing(rules.block_tokens, salts, is_base_model(fields.model), rules.seed)
+        embedded = fields.embedded_prompts
+        if embedded > rules.max_prompts:
+            raise _too_many(rules, "prompt_embeds")
+        if embedded and bytes(memoryview(fields.prompt)[:5]) in _NO_TEXT:
+            prompt = _embedded_prompt(fields.prompt_embeds, embedded, rules, ids)
+        else:
+            prompt = yield from _completion_prompt(fields, rules, ids, chunks)
+        if embedded:  # engines take both, each as prompts of its own
+            prompt = msgspec.structs.replace(prompt, prompts=prompt.prompts + embedded, media=embedded)
     elif endpoint is Endpoint.CHAT:
         prompt = yield from _chat_prompt(fields, rules, salts, may_have_media(body))
     elif isinstance(fields, MessagesBody):
@@ -186,18 +193,6 @@ def parse_steps(
         assert isinstance(fields, ResponsesBody)
         prompt = yield from _conversation_prompt(responses_text(fields), "responses", fields, rules, salts)
     return Parsed(endpoint, body, fields, prompt)
-
-
-def model_of_none(sole_model: str | None) -> str:
-    """The model of a request that names none. Raises RequestError (400) if not just one is served."""
-    if sole_model is None:
-        raise RequestError(
-            400,
-            "Object missing required field `model`: not just one model is served; GET /v1/models lists them",
-            param="model",
-            code="invalid_type",
-        )
-    return sole_model
 
 
 def request_view(
@@ -238,12 +233,12 @@ def request_view(
 def with_token_ids(parsed: Parsed, ids: Sequence[int], block_tokens: int, base_model: bool, seed: int = 0) -> Parsed:
     """A text or chat request with the blocks of its tokenized prompt; the body is unchanged."""
     salts = (parsed.fields.model, parsed.fields.cache_salt or "")
-    prompt = _token_prompt(ids, _Ids(block_tokens, salts, base_model, seed))
+    prompt = _token_prompt(ids, PromptHashing(block_tokens, salts, base_model, seed))
     return msgspec.structs.replace(parsed, prompt=msgspec.structs.replace(prompt, text_bytes=parsed.prompt.text_bytes))
 
 
 def _may_offload(parsed: Parsed) -> bool:
-    """True for an API with hand-offs, one prompt, one choice, no output about its tokens: P's work is all D needs.
+    """True for an API with hand-offs, one prompt in tokens, one choice, no output about it: P's work is all D needs.
 
     Also False for a beam search, to which vLLM does not apply the transfer's parameters, and for what only the D leg
     would be refused for, since P's has other values there: P would hold the KV until its abort timeout.
@@ -253,7 +248,8 @@ def _may_offload(parsed: Parsed) -> bool:
         return False
     beams = bytes(fields.use_beam_search) not in _OFF
     refused = fields.only_d_refuses(_DEFAULT_COMPLETION_TOKENS if parsed.endpoint is Endpoint.COMPLETIONS else None)
-    return not (parsed.several or beams or refused or fields.echo or fields.prompt_logprobs is not None)
+    embedded = parsed.endpoint is Endpoint.COMPLETIONS and parsed.prompt.media
+    return not (parsed.several or beams or embedded or refused or fields.echo or fields.prompt_logprobs is not None)
 
 
 def _chat_prompt(
@@ -287,25 +283,9 @@ def _conversation_prompt(
     return Prompt(_text_blocks(text, rules.text_block_bytes, root), 0, len(text), media=media)
 
 
-class _Ids(NamedTuple):
-    """Parameters of hashing a completion's prompt into blocks."""
-
-    block_tokens: int
-    salts: tuple[str, ...]
-    """Model and cache salt."""
-    base_model: bool
-    seed: int
-
-    @property
-    def plain(self) -> bool:
-        return self.base_model and not self.salts[1]
-
-    @property
-    def root(self) -> int:
-        return plain_root(self.seed) if self.plain else root_hash("ids", *self.salts, seed=self.seed)
-
-
-def _completion_prompt(fields: GenerationBody, rules: ParseRules, ids: _Ids, chunks: TokenChunks) -> Steps[Prompt]:
+def _completion_prompt(
+    fields: GenerationBody, rules: ParseRules, ids: PromptHashing, chunks: TokenChunks
+) -> Steps[Prompt]:
     raw = memoryview(fields.prompt)
     if not raw:
         raise RequestError(400, "'prompt' is missing: give a string or a list of token ids", param="prompt")
@@ -324,7 +304,13 @@ def _completion_prompt(fields: GenerationBody, rules: ParseRules, ids: _Ids, chu
     return _text_prompt(raw, rules.text_block_bytes, ids)
 
 
-def _token_prompt(ids: Sequence[int], how: _Ids) -> Prompt:
+def _embedded_prompt(given: msgspec.Raw, count: int, rules: ParseRules, how: PromptHashing) -> Prompt:
+    """Blocks of embeddings in place of text; their length in tokens is in a tensor that is not read."""
+    text, root = stand_in(given, how.seed), root_hash("embeds", *how.salts, seed=how.seed)
+    return Prompt(_text_blocks(text, rules.text_block_bytes, root), 0, count * len(text), prompts=0)
+
+
+def _token_prompt(ids: Sequence[int], how: PromptHashing) -> Prompt:
     if not ids:
         raise _no_ids()
     try:
@@ -343,7 +329,7 @@ def _out_of_range(error: OverflowError) -> RequestError:
     return RequestError(400, f"'prompt' holds a token id out of range: {error}", param="prompt")
 
 
-def _text_prompt(quoted: memoryview, text_block_bytes: int, how: _Ids) -> Prompt:
+def _text_prompt(quoted: memoryview, text_block_bytes: int, how: PromptHashing) -> Prompt:
     """Hash a JSON string without decoding it: one client escapes equal text equally."""
     text = quoted[1:-1]
     return Prompt(_text_blocks(text, text_block_bytes, root_hash("text", *how.salts, seed=how.seed)), 0, len(text))
@@ -353,7 +339,7 @@ def _text_blocks(text: bytes | memoryview, text_block_bytes: int, root: int) -> 
     return hash_byte_blocks(memoryview(text)[: MAX_BLOCKS * text_block_bytes], text_block_bytes, root)
 
 
-def _batch_prompt(raw: memoryview, rules: ParseRules, how: _Ids, chunks: TokenChunks) -> Steps[Prompt]:
+def _batch_prompt(raw: memoryview, rules: ParseRules, how: PromptHashing, chunks: TokenChunks) -> Steps[Prompt]:
     """Combine several prompts of one request: blocks of the first one, lengths of all."""
     if bytes(raw[1:_SMALL_BYTES]).lstrip()[:1] not in (b'"', b"["):
         raise _no_prompts()
@@ -366,9 +352,7 @@ def _batch_prompt(raw: memoryview, rules: ParseRules, how: _Ids, chunks: TokenCh
         if len(items) > rules.max_prompts:
             raise TooManyMembersError
     except TooManyMembersError as error:
-        raise RequestError(
-            400, f"'prompt' has more than {rules.max_prompts} prompts (limits.prompts)", param="prompt"
-        ) from error
+        raise _too_many(rules, "prompt") from error
     if items and all(item[0] == ord('"') for item in items):
         first = _text_prompt(items[0], rules.text_block_bytes, how)
         return Prompt(first.hashes, 0, sum(len(item) - 2 for item in items), len(items))
@@ -392,6 +376,10 @@ def _batch_prompt(raw: memoryview, rules: ParseRules, how: _Ids, chunks: TokenCh
         if first_ids.tokens:
             return Prompt(first_ids.hashes, tokens, 0, len(items), how.plain)
     raise _no_prompts()
+
+
+def _too_many(rules: ParseRules, name: str) -> RequestError:
+    return RequestError(400, f"'{name}' has more than {rules.max_prompts} prompts (limits.prompts)", param=name)
 
 
 def _no_prompts() -> RequestError:

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-from policies.predict.blocks import TOKEN_ID_BYTES, hash_byte_blocks
+from policies.predict.blocks import TOKEN_ID_BYTES, hash_byte_blocks, root_hash
+from policies.predict.exact_index import plain_root
 from proxy.request.steps import Steps, at_once
 
 CHUNK_BYTES = 8192
@@ -25,6 +26,26 @@ MAX_BLOCKS = 65_536
 _COUNTED_BYTES = 1024 * 1024
 
 _decode_ids = msgspec.json.Decoder(list[int]).decode
+
+
+class PromptHashing(NamedTuple):
+    """Parameters of hashing a completion's prompt into blocks."""
+
+    block_tokens: int
+    salts: tuple[str, ...]
+    """Model and cache salt."""
+    base_model: bool
+    seed: int
+
+    @property
+    def plain(self) -> bool:
+        """True for blocks that KV events can report: of a base model, without cache salt."""
+        return self.base_model and not self.salts[1]
+
+    @property
+    def root(self) -> int:
+        """Hash that the chain of a prompt's token ids begins with."""
+        return plain_root(self.seed) if self.plain else root_hash("ids", *self.salts, seed=self.seed)
 
 
 class TokenBlocks(NamedTuple):

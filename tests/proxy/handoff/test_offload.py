@@ -224,6 +224,15 @@ async def test_requests_one_hand_off_cannot_carry_run_co_located(
     assert [row["offload_reason"] for row in await proxy.rows()] == ["request_shape"]
 
 
+async def test_embeddings_are_served_and_not_handed_off(start_proxy: StartProxy) -> None:
+    proxy = await start(start_proxy, fields={"allow": ["prompt_embeds"]})
+    for prompt in ({"prompt": ""}, {}, {"prompt": HEAVY["prompt"]}):
+        body = {"model": "stub", "max_tokens": 4, **prompt, "prompt_embeds": "QUJD" * 50_000}
+        assert (await proxy.client.post("/v1/completions", json=body)).status_code == 200
+    assert {row["offload_reason"] for row in await proxy.rows()} == {"request_shape"}
+    assert ledger_is_zero(await proxy.settled())
+
+
 async def test_light_requests_are_never_offloaded(start_proxy: StartProxy) -> None:
     proxy = await start(start_proxy)
     await proxy.client.post("/v1/completions", json={**HEAVY, "prompt": list(range(40))})

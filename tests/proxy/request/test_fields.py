@@ -91,6 +91,28 @@ def test_names_inside_the_prompt_or_other_fields_are_no_concern() -> None:
 
 
 @pytest.mark.parametrize("padding", [0, PADDING])
+@pytest.mark.parametrize("prompt", ["", '"prompt":"",', '"prompt":null,', '"prompt":[],'])
+def test_allowed_embeddings_need_no_text_beside_them(prompt: str, padding: int) -> None:
+    def embedded(given: str) -> Parsed:
+        return parse(f'{{"model":"m","pad":"{"y" * padding}",{prompt}"prompt_embeds":{given}}}', "prompt_embeds")
+
+    one, same, other, two = (embedded(given).prompt for given in ('"AA"', '"AA"', '"AB"', '["AA","AB"]'))
+    assert (one.prompts, two.prompts, one.tokens, one.media) == (1, 2, 0, 1)
+    assert one.hashes == same.hashes != other.hashes
+    assert two.text_bytes == 2 * one.text_bytes
+    for absent in ("null", "[]", "0"):
+        with pytest.raises(RequestError, match="'prompt' "):
+            embedded(absent)
+    with pytest.raises(RequestError, match=r"'prompt_embeds' has more than 1024 prompts \(limits.prompts\)"):
+        embedded("[" + ",".join(['"AA"'] * 1025) + "]")
+
+
+def test_embeddings_beside_text_are_further_prompts() -> None:
+    beside, alone = (parse(request(more), "prompt_embeds").prompt for more in ('"prompt_embeds":["AA"]', '"a":1'))
+    assert (beside.prompts, alone.prompts, beside.hashes == alone.hashes) == (2, 1, True)
+
+
+@pytest.mark.parametrize("padding", [0, PADDING])
 def test_a_whole_float_is_taken_for_an_integer_as_by_vllm(padding: int) -> None:
     body = request('"max_tokens":10.0,"n":1e0,"best_of":null', padding)
     parsed = parse(body)
