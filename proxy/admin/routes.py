@@ -21,6 +21,7 @@ from proxy.core import Core
 from proxy.errors import RequestError
 from proxy.operations.fleet_changes import FleetChanges
 from proxy.request.agent import agent_of
+from proxy.request.bodies import as_utf8
 from proxy.request.parse import Endpoint
 
 
@@ -161,6 +162,7 @@ def _policy(core: Core) -> dict[str, Any]:
 async def _explain(
     core: Core, headers: dict[bytes, bytes], body: bytes, endpoint: Endpoint | None, tenant: str | None
 ) -> dict[str, Any]:
+    body = as_utf8(body)
     if endpoint is None:
         endpoint = Endpoint.CHAT if b'"messages"' in body else Endpoint.COMPLETIONS
     body, normalized = core.normalizer.normalized(endpoint.value, headers, body)

@@ -20,6 +20,7 @@ from proxy.exchange.outcomes import outcome_of
 from proxy.exchange.short import ShortExchange
 from proxy.logs import redact, request_id
 from proxy.paths import GENERATION_PATHS, OTHER_METHODS
+from proxy.request.bodies import as_utf8
 from proxy.request.parse import AT_ONCE_BYTES, Endpoint, Parsed
 
 _OTHER_METHODS = frozenset(method.encode() for method in OTHER_METHODS)
@@ -137,7 +138,8 @@ class Generation:
 
     async def _parsed(self, endpoint: Endpoint, inbound: Inbound, row: Row, *, allow_priority: bool) -> Parsed:
         try:
-            body, row.normalized = self._core.normalizer.normalized(inbound.path, inbound.headers, inbound.body)
+            given = as_utf8(inbound.body)
+            body, row.normalized = self._core.normalizer.normalized(inbound.path, inbound.headers, given)
             router = self._core.router
             if len(body) <= AT_ONCE_BYTES:
                 parsed = router.parse(endpoint, body, allow_priority=allow_priority)

@@ -22,6 +22,7 @@ from proxy.exchange.while_connected import while_connected
 from proxy.fleet.instances import Instance
 from proxy.paths import CANCEL, COUNT_TOKENS, PASSED_ON, STORED
 from proxy.request.addressed import Addressed
+from proxy.request.bodies import as_utf8
 from proxy.request.parse import Endpoint
 from proxy.request.stream_filter import Unread
 from proxy.request.typed_events import RESPONSE_EVENTS, TypedEvents
@@ -101,7 +102,8 @@ class ShortExchange:
         """Model and body; sets the content type for the engine. Raises RequestError."""
         inbound, router = self._inbound, self._core.router
         if inbound.path == COUNT_TOKENS:
-            parsed = await router.parse_fairly(Endpoint.MESSAGES, inbound.body, allow_priority=self._allow_priority)
+            body = as_utf8(inbound.body)
+            parsed = await router.parse_fairly(Endpoint.MESSAGES, body, allow_priority=self._allow_priority)
             return Addressed(parsed.fields.model, parsed.body)
         given = inbound.headers.get(b"content-type", b"")
         kind = given.lower()
@@ -114,7 +116,10 @@ class ShortExchange:
         typed = b"json" in kind or kind.startswith(b"multipart/")
         if not known and not (typed and inbound.body):
             return Addressed(None, inbound.body)
-        return await router.addressed(inbound.body, given, allow_priority=self._allow_priority, model_required=known)
+        body = inbound.body if kind.startswith(b"multipart/") else as_utf8(inbound.body)
+        if body is not inbound.body:
+            self._content_type = _JSON  # its own may name the encoding
+        return await router.addressed(body, given, allow_priority=self._allow_priority, model_required=known)
 
     async def _of_stored(self) -> None:
         """Pass a request for a stored response to the engine that has it."""

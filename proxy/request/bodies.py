@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from codecs import BOM_UTF8
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import msgspec
 
+from proxy.errors import RequestError
 from proxy.request.outline import fields_of
 from proxy.request.steps import Steps
 
@@ -15,6 +18,27 @@ _DECODED_BYTES = 2 * 1024 * 1024
 
 _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _encode = msgspec.json.encode
+
+
+def as_utf8(body: bytes) -> bytes:
+    """JSON as plain UTF-8. Engines also read it with a byte order mark and in UTF-16 or UTF-32, which is converted.
+
+    Raises:
+        RequestError: 400, it is not valid in the encoding that it begins in.
+    """
+    if body.startswith(b'{"'):  # almost all are
+        return body
+    encoding = json.detect_encoding(body)
+    if encoding == "utf-8":
+        return body
+    if encoding == "utf-8-sig":
+        return body[len(BOM_UTF8) :]
+    try:
+        return body.decode(encoding).encode()
+    except UnicodeError as error:
+        raise RequestError(
+            400, f"the body is not valid {encoding.upper()}: {error}; send UTF-8", code="invalid_json"
+        ) from error
 
 
 class Priorities(NamedTuple):

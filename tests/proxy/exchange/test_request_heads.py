@@ -13,6 +13,7 @@ import pytest
 
 from tests.proxy.access.test_keys import KEY, KEYS, bearer
 from tests.proxy.conftest import Running, StartProxy
+from tests.proxy.passing_engine import PassingEngine
 from tests.proxy.typed_engine import TypedEngine
 
 OK: dict[str, Any] = {"model": "stub", "prompt": [1, 2, 3], "max_tokens": 4}
@@ -27,6 +28,31 @@ async def test_a_compressed_body_is_refused_by_its_encoding(start_proxy: StartPr
         assert (answer.status_code, answer.json()["error"]["code"]) == (415, "encoding_unsupported")
         assert "compressed request bodies are not supported" in answer.json()["error"]["message"]
     assert not proxy.engines[0].raw_bodies
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+async def test_json_in_another_encoding_reaches_the_engine_as_utf8(start_proxy: StartProxy, encoding: str) -> None:
+    engine = PassingEngine()
+    proxy = await start_proxy(engines=[engine], pass_through={"paths": ["/v1/other"]})
+    text = '{"model": "stub", "messages": [{"role": "user", "content": "é水🙂"}], "prompt": "é水🙂", "max_tokens": 4}'
+    headers = {"content-type": f"application/json; charset={encoding}"}
+    paths = ("/v1/completions", "/v1/chat/completions", "/v1/messages/count_tokens", "/v1/embeddings", "/v1/other")
+    for path in paths:
+        answer = await proxy.client.post(path, content=text.encode(encoding), headers=headers)
+        assert answer.status_code == 200, answer.text
+    assert [*engine.raw_bodies, *(each.body for each in engine.arrived)] == [text.encode()] * len(paths)
+    assert {each.headers["content-type"] for each in engine.arrived} == {"application/json"}
+    explained = await proxy.client.post("/explain", content=text.encode(encoding), headers=headers)
+    assert explained.json()["request"]["endpoint"] == "/v1/chat/completions"
+
+
+async def test_a_body_that_is_not_in_the_encoding_it_begins_in_is_refused(start_proxy: StartProxy) -> None:
+    proxy = await start_proxy(1)
+    for path in ("/v1/completions", "/v1/embeddings", "/explain"):
+        answer = await proxy.client.post(path, content='{"model": "stub", "prompt": "x"}'.encode("utf-16")[:-1])
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
+        assert "the body is not valid UTF-16" in answer.json()["error"]["message"]
+    assert {row["outcome"] for row in await proxy.rows()} == {"rejected"}
 
 
 async def test_the_encoding_identity_is_none(start_proxy: StartProxy) -> None:
