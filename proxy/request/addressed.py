@@ -10,7 +10,7 @@ import msgspec
 
 from proxy.errors import RequestError
 from proxy.request.aliases import ModelAliases, model_of_none
-from proxy.request.bodies import with_model
+from proxy.request.bodies import invalid_json, with_model
 from proxy.request.fields import REFUSED_FIELDS, check_fields
 from proxy.request.outline import fields_of
 from proxy.request.steps import Steps
@@ -75,10 +75,8 @@ def address_steps(body: bytes, content_type: bytes, rules: AddressRules) -> Step
             given = decoded.model
     except msgspec.ValidationError as error:
         raise RequestError(400, f"invalid body: {error}", param="model", code="invalid_type") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
-    except RecursionError as error:
-        raise RequestError(400, "the body's JSON is nested too deeply", code="invalid_json") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise invalid_json(body, error) from error
     if not given:
         sole_model = rules.sole_model()
         return Addressed(model_of_none(sole_model) if rules.model_required else sole_model, body)

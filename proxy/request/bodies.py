@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from codecs import BOM_UTF8
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -15,6 +16,12 @@ from proxy.request.steps import Steps
 
 _DECODED_BYTES = 2 * 1024 * 1024
 """Bodies up to this size are decoded in one call: 10 ms in the worst case."""
+
+_HALF_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u)")
+"""First half of a surrogate pair without the second."""
+_HALF_AT_END = re.compile(_HALF_PAIR.pattern + rb"(?s:.){0,5}\}\s*\Z")
+"""One so close to the end of a whole object that msgspec takes the body for truncated: it reads the next 6 bytes."""
+_PLACE = re.compile(r"\(byte (\d+)\)")
 
 _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _encode = msgspec.json.encode
@@ -39,6 +46,31 @@ def as_utf8(body: bytes) -> bytes:
         raise RequestError(
             400, f"the body is not valid {encoding.upper()}: {error}; send UTF-8", code="invalid_json"
         ) from error
+
+
+def invalid_json(body: bytes, error: Exception) -> RequestError:
+    """Error for a body that cannot be decoded, by its cause where the decoder only finds that something is missing."""
+    if isinstance(error, RecursionError):
+        problem = "the body's JSON is nested too deeply"
+    elif not body or body.isspace():
+        problem = "the body is empty: send a JSON object"
+    elif _has_half_pair(body, str(error)):
+        problem = (
+            "the body is not valid JSON: a string has one half of a surrogate pair, such as \\ud83d alone, which is no "
+            "character: cut texts between characters, not between UTF-16 units"
+        )
+    else:
+        problem = f"the body is not valid JSON: {error}"
+    return RequestError(400, problem, code="invalid_json")
+
+
+def _has_half_pair(body: bytes, problem: str) -> bool:
+    """True if the decoder's problem is half a surrogate pair, for which it has several names."""
+    place = _PLACE.search(problem)
+    if place is None:
+        return _HALF_AT_END.search(body[-64:]) is not None
+    at = int(place[1])
+    return "surrogate" in problem or _HALF_PAIR.search(body[max(0, at - 12) : at + 2]) is not None
 
 
 class Priorities(NamedTuple):

@@ -10,6 +10,7 @@ from typing import NamedTuple, cast
 import msgspec
 
 from proxy.errors import RequestError
+from proxy.request.bodies import invalid_json
 from proxy.request.fields import REFUSED_FIELDS, check_fields
 from proxy.request.outline import fields_of
 from proxy.request.steps import Steps
@@ -179,7 +180,7 @@ def large_fields(body: bytes, allowed: Set[str], kind: type[GenerationBody] = Ge
         check_fields(given, allowed)
         short = _encode(_bounded({name: raw for name, raw in given.items() if name in reading.short}))
     except _UNREADABLE as error:
-        raise _problem(error) from error
+        raise _problem(body, error) from error
     try:
         fields = reading.decode(short)
     except _UNREADABLE as error:
@@ -195,11 +196,11 @@ def _read_as_engines_do(body: bytes, reading: _Reading, error: Exception) -> Gen
     Raises RequestError as ``_problem``; ``error`` is that of the first reading.
     """
     if not isinstance(error, msgspec.ValidationError):
-        raise _problem(error) from error
+        raise _problem(body, error) from error
     try:
         return reading.decode_lax(body)
     except _UNREADABLE as second:
-        raise _problem(second) from error
+        raise _problem(body, second) from error
 
 
 def _bounded(known: dict[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
@@ -210,13 +211,9 @@ def _bounded(known: dict[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
     return {name: raw for name, raw in known.items() if name not in long}
 
 
-def _problem(error: Exception) -> RequestError:
+def _problem(body: bytes, error: Exception) -> RequestError:
     """Answer for a body that cannot be decoded."""
-    if isinstance(error, msgspec.ValidationError):
-        return _invalid(error)
-    if isinstance(error, RecursionError):
-        return RequestError(400, "the body's JSON is nested too deeply", code="invalid_json")
-    return RequestError(400, f"the body is not valid JSON: {error}", code="invalid_json")
+    return _invalid(error) if isinstance(error, msgspec.ValidationError) else invalid_json(body, error)
 
 
 def _invalid(error: msgspec.ValidationError) -> RequestError:

@@ -19,7 +19,26 @@ OK = {"model": "stub", "prompt": list(range(200)), "max_tokens": 4}
 
 BAD_INPUT: list[tuple[str, bytes, int, str | None, str]] = [
     ("/v1/completions", b"{nope", 400, None, "not valid JSON"),
-    ("/v1/completions", b"", 400, None, "not valid JSON"),
+    ("/v1/completions", b"", 400, None, "the body is empty: send a JSON object"),
+    ("/v1/completions", b" \n", 400, None, "the body is empty: send a JSON object"),
+    ("/tokenize", b"", 400, None, "the body is empty: send a JSON object"),
+    ("/v1/completions", b'{"model": "stub", "prompt": "x', 400, None, "truncated"),
+    ("/v1/completions", b'{"model": "stub", "prompt": "x\\ud83d', 400, None, "truncated"),
+    ("/v1/completions", b'{"model": "stub", "prompt": "x\\ud83d\\ude00", "a": "}', 400, None, "truncated"),
+    *(
+        (path, b'{"model": "stub", "prompt": "x%b}%b' % (end, blanks), 400, None, "one half of a surrogate pair")
+        for path in ("/v1/completions", "/tokenize")
+        for end in (
+            rb'\ud83d"',
+            rb'\uD83D"',
+            rb'\ud83d" ',
+            rb'\ud83d!"',
+            rb'\ud83d and more"',
+            rb'\ud83d\n"',
+            rb'\ude00"',
+        )
+        for blanks in (b"", b"\n", b" " * 20)
+    ),
     ("/v1/completions", b"[1]", 400, None, "Expected `object`"),
     ("/v1/completions", b'{"model": "stub"}', 400, "prompt", "'prompt' is missing"),
     ("/v1/completions", b'{"model": "stub", "prompt": ""}', 400, "prompt", "non-empty"),
