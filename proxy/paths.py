@@ -47,6 +47,7 @@ _STORED_PATHS = MappingProxyType(
         b"POST": (re.compile(rb"/v1/responses/[^/]+/cancel"), CANCEL),
     }
 )
+_SLASHES = re.compile("/+")
 _MODELS_BELOW = "/v1/models/"
 _RESPONSE_ACTION = re.compile(r"/v1/responses/([^/]+)(/input_items)?")
 _RESPONSE_ACTIONS = frozenset(("compact", "input_tokens"))
@@ -95,9 +96,15 @@ def no_response_action(path: str, method: str) -> str | None:
 
 
 def mistaken_path(path: str) -> str | None:
-    """Explanation of a client's path in other case, or with ``/v1`` missing or twice; None for any other path."""
+    """Explanation of a client's path in other case, with ``/v1`` missing or twice, or with more slashes, else None."""
     if path in CLIENT_PATHS:
         return None
+    plain = _SLASHES.sub("/", path).rstrip("/")
+    if plain != path and (mistake := mistaken_path(plain)) is not None:
+        return mistake
+    below = plain.startswith("/v1/") and "//" not in path.strip("/")  # inside it, an id may be missing
+    if plain != path and (plain.encode() in POST_PATHS or (below and methods_of(plain))):
+        return f"the path here is {plain}, without doubled slashes or one at its end"
     lower = path.lower()
     if lower != path and (lower in CLIENT_PATHS or lower in OPEN_PATHS):
         return f"paths are case-sensitive, the one here is {lower}"

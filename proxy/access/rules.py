@@ -101,7 +101,8 @@ class Access:
         side = side_of(path)
         try:
             if path.startswith("//"):  # a base URL that ends with one: a mistake, not a matter of keys
-                message = f"{method} {clip(path, 200)}: no path here begins with two slashes"
+                mistake = mistaken_path(clip(path, 200))
+                message = f"{method} {clip(path, 200)}: {mistake or 'no path here begins with two slashes'}"
                 raise RequestError(404, message, kind="not_found_error", code="unknown_path")
             if side is Side.ADMIN and (mistake := mistaken_path(clip(path, 200))) is not None:
                 raise RequestError(

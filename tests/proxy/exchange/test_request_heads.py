@@ -117,13 +117,21 @@ async def test_head_of_probes_is_answered_as_get_without_a_body(start_proxy: Sta
     assert (await proxy.client.options("/ready")).headers["allow"] == "GET, HEAD, OPTIONS"
 
 
-@pytest.mark.parametrize("path", ["//v1/completions", "//v1/models", "//health", "//stats", "//"])
-async def test_a_path_with_two_slashes_at_its_beginning_is_not_found(start_proxy: StartProxy, path: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        *(("//v1/completions", "the path here is /v1/completions,"), ("//v1/models", "the path here is /v1/models,")),
+        *((path, "no path here begins with two slashes") for path in ("//health", "//stats", "//")),
+    ],
+)
+async def test_a_path_with_two_slashes_at_its_beginning_is_not_found(
+    start_proxy: StartProxy, path: str, says: str
+) -> None:
     proxy = await start_proxy(1)
     for host in ("localhost", "engines.example"):  # the answer has nothing to do with the access rules
         answer = await proxy.client.get(f"{proxy.client.base_url}{path}", headers={"host": host})
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_path")
-        assert "two slashes" in answer.json()["error"]["message"]
+        assert says in answer.json()["error"]["message"]
 
 
 MISTAKEN = [
@@ -138,10 +146,29 @@ MISTAKEN = [
     ("/V1/chat/completions", "paths are case-sensitive, the one here is /v1/chat/completions"),
     ("/v1/Chat/completions", "paths are case-sensitive, the one here is /v1/chat/completions"),
     ("/V1/models/stub", "paths are case-sensitive, the API of the engines begins with /v1/"),
+    ("/v1/chat/completions/", "the path here is /v1/chat/completions, without doubled slashes or one at its end"),
+    ("/v1//chat//completions", "the path here is /v1/chat/completions, without doubled slashes or one at its end"),
+    ("/v1/embeddings//", "the path here is /v1/embeddings, without"),
+    ("/v1/responses/resp_1/cancel/", "the path here is /v1/responses/resp_1/cancel, without"),
+    ("/v1/responses/resp_1/", "the path here is /v1/responses/resp_1, without"),
+    ("/tokenize/", "the path here is /tokenize, without"),
+    ("/chat/completions/", "the path here is /v1/chat/completions: the client's base URL lacks /v1"),
+    ("/v1/v1//messages", "the path here is /v1/messages: the client adds /v1 itself"),
+    ("/V1/Chat/Completions/", "paths are case-sensitive, the one here is /v1/chat/completions"),
 ]
 
 
-async def test_other_case_and_a_base_url_with_or_without_v1_are_named_as_the_mistake(start_proxy: StartProxy) -> None:
+async def test_slashes_are_left_to_redirects_where_there_is_one_and_no_id_is_made_up(start_proxy: StartProxy) -> None:
+    proxy = await start_proxy()
+    for path in ("/health/", "/version/"):
+        assert (await proxy.client.get(path)).status_code == 307, path
+    answer = await proxy.client.post("/v1/responses//cancel")
+    assert "/v1/responses/cancel" not in answer.json()["error"]["message"]
+
+
+async def test_other_case_slashes_and_a_base_url_with_or_without_v1_are_named_as_the_mistake(
+    start_proxy: StartProxy,
+) -> None:
     proxy = await start_proxy()
     for (path, says), method in itertools.product(MISTAKEN, ("GET", "POST")):
         answer = await proxy.client.request(method, path, json={"model": "stub"})
