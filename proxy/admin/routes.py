@@ -18,7 +18,8 @@ from proxy.admin.instance_rows import departure_row, instance_rows
 from proxy.admin.tenant_rows import tenant_rows
 from proxy.breakdown import plain
 from proxy.core import Core
-from proxy.errors import RequestError
+from proxy.errors import RequestError, no_instance_error
+from proxy.fleet.reachability import outage
 from proxy.operations.fleet_changes import FleetChanges
 from proxy.request.agent import agent_of
 from proxy.request.bodies import as_utf8
@@ -180,9 +181,7 @@ async def _explain(
     try:
         fleet, answers = core.router.explain(request, core.instances.healthy(parsed.fields.model, needed), room_on)
     except NoCandidateError as error:
-        raise RequestError(
-            503, "no healthy instance that serves the model to choose from", kind="service_unavailable"
-        ) from error
+        raise no_instance_error(core.settings.health.interval_s, outage(core.instances)) from error
     return {
         "request": {
             "endpoint": endpoint.value,

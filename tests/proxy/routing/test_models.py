@@ -90,7 +90,9 @@ async def test_a_model_that_an_engine_out_of_reach_may_serve_is_unavailable_and_
     answer = await ask(proxy, "other")
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_instance")
     assert "retry-after" in answer.headers
-    assert (await explained(proxy, "other")).status_code == 503
+    same = await explained(proxy, "other")
+    assert (same.status_code, same.json()["error"]) == (503, answer.json()["error"])
+    assert same.headers["retry-after"] == answer.headers["retry-after"]
     proxy.core.instances["inst-1"].listed_s -= 3600  # out of reach for long: it may come back with other models
     assert (await ask(proxy, "third")).status_code == 503
     assert (await ask(proxy, "stub")).status_code == 200
