@@ -14,7 +14,8 @@ from proxy.clip import clip
 class RequestError(Exception):
     """A request that cannot be served, with the status and message for the client, which is cut if it is long.
 
-    ``headers`` are those that go with it: ``retry-after``, and for a method that a path lacks ``allow``.
+    ``headers`` are those that go with it: ``retry-after``, for a method that a path lacks ``allow``, and with a 401
+    ``www-authenticate``.
     """
 
     def __init__(
@@ -39,6 +40,8 @@ class RequestError(Exception):
         self.headers = {} if retry_after_s is None else {"retry-after": str(retry_after_s)}
         if allow:
             self.headers["allow"] = ", ".join(allow)
+        if status == 401:
+            self.headers["www-authenticate"] = "Bearer"
 
     def body(self) -> bytes:
         """The error object as JSON."""

@@ -191,7 +191,6 @@ def _send_error(inbound: Inbound, error: RequestError, row: Row) -> None:
     headers = [(b"content-type", b"application/json"), (b"x-request-id", row.request_id.encode("latin-1"))]
     if row.held_s:
         headers.append((b"x-warmroute-held-s", b"%.3f" % row.held_s))
-    if error.retry_after_s is not None:
-        headers.append((b"retry-after", b"%d" % error.retry_after_s))
+    headers += [(name.encode(), value.encode()) for name, value in error.headers.items()]
     inbound.start(error.status, headers, len(body))
     inbound.finish(body)
