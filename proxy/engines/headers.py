@@ -12,7 +12,7 @@ import re
 _WITHHELD = frozenset(
     (
         *(b"keep-alive", b"te", b"trailer", b"trailers", b"transfer-encoding", b"upgrade", b"content-length"),
-        *(b"date", b"server", b"via", b"x-request-id", b"age"),
+        *(b"date", b"server", b"via", b"x-request-id", b"request-id", b"age"),
         *(b"content-digest", b"content-md5", b"digest", b"repr-digest", b"want-content-digest", b"want-repr-digest"),
         *(b"set-cookie", b"set-cookie2", b"location", b"content-location", b"refresh", b"link", b"clear-site-data"),
         *(b"alt-svc", b"strict-transport-security", b"public-key-pins", b"expect-ct", b"nel", b"report-to"),

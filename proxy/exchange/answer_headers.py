@@ -5,6 +5,17 @@ from __future__ import annotations
 from policies.row import Row
 from policies.types import Decision
 from proxy.engines.upstream import Answer
+from proxy.paths import COUNT_TOKENS
+
+_ANTHROPIC_PATHS = frozenset(("/v1/messages", COUNT_TOKENS))
+
+
+def id_headers(row: Row) -> list[tuple[bytes, bytes]]:
+    """The request's id, for Anthropic's API also by the name that its clients read."""
+    value = row.request_id.encode("latin-1")
+    if row.endpoint in _ANTHROPIC_PATHS:
+        return [(b"x-request-id", value), (b"request-id", value)]
+    return [(b"x-request-id", value)]
 
 
 def answer_headers(answer: Answer, row: Row, decision: Decision) -> list[tuple[bytes, bytes]]:
@@ -12,7 +23,7 @@ def answer_headers(answer: Answer, row: Row, decision: Decision) -> list[tuple[b
     headers = [
         (b"content-type", answer.headers.content_type.encode("latin-1")),
         *answer.headers.passed,
-        (b"x-request-id", row.request_id.encode("latin-1")),
+        *id_headers(row),
         (b"x-warmroute-instance", decision.decode_on.encode("latin-1")),
         (b"x-warmroute-class", decision.request_class.encode()),
         (b"x-warmroute-reason", decision.reason.encode()),

@@ -15,6 +15,7 @@ from proxy.clients.inbound import Inbound
 from proxy.clip import clip
 from proxy.core import Core
 from proxy.errors import RequestError, dialect_of, draining_error
+from proxy.exchange.answer_headers import id_headers
 from proxy.exchange.exchange import Exchange
 from proxy.exchange.outcomes import outcome_of
 from proxy.exchange.short import ShortExchange
@@ -188,7 +189,7 @@ def _where(row: Row) -> str:
 
 def _send_error(inbound: Inbound, error: RequestError, row: Row) -> None:
     body = dialect_of(inbound.path).body(error)
-    headers = [(b"content-type", b"application/json"), (b"x-request-id", row.request_id.encode("latin-1"))]
+    headers = [(b"content-type", b"application/json"), *id_headers(row)]
     if row.held_s:
         headers.append((b"x-warmroute-held-s", b"%.3f" % row.held_s))
     headers += [(name.encode(), value.encode()) for name, value in error.headers.items()]

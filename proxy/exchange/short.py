@@ -15,6 +15,7 @@ from proxy.core import Core
 from proxy.engines.status import is_failure
 from proxy.engines.upstream import Answer, NoSocketError, NotAcceptedError, NotConnectedError, UpstreamError
 from proxy.errors import AttemptFailedError, RequestError, dialect_of, draining_error
+from proxy.exchange.answer_headers import id_headers
 from proxy.exchange.attempts import Attempts
 from proxy.exchange.outcomes import outcome_of
 from proxy.exchange.relay import PlainRelay, stream_relay
@@ -171,7 +172,7 @@ class ShortExchange:
             headers = [
                 (b"content-type", answer.headers.content_type.encode("latin-1")),
                 *answer.headers.passed,
-                (b"x-request-id", row.request_id.encode("latin-1")),
+                *id_headers(row),
                 (b"x-warmroute-instance", instance.name.encode("latin-1")),
             ]
             inbound.start(answer.status, headers, None if streamed else len(first))

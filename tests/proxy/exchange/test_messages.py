@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from typing import Any
 
@@ -10,6 +11,7 @@ import httpx
 import pytest
 
 from tests.proxy.conftest import Running, StartProxy, ledger_is_zero
+from tests.proxy.passing_engine import PassingEngine
 from tests.proxy.typed_engine import MESSAGE, WHOLE_MESSAGE, TypedEngine, error_event
 
 STREAM = b"".join(MESSAGE)
@@ -58,6 +60,28 @@ async def test_whole_message_is_the_engines_and_is_learned_from(start_proxy: Sta
     assert answer.headers["x-warmroute-instance"] == "inst-0"
     [row] = await proxy.rows()
     assert (row["prompt_tokens"], row["actual_cached_tokens"], row["completion_tokens"]) == (90, 64, 4)
+
+
+async def test_the_requests_id_is_in_the_header_that_anthropics_clients_read(start_proxy: StartProxy) -> None:
+    engine = PassingEngine(answer_headers={"request-id": "of-the-engine"})
+    proxy, headers = await start_proxy(engines=[engine], limits={"max_attempts": 1}), {"x-request-id": "mine"}
+    for path, mode, status in itertools.product(
+        ("/v1/messages", "/v1/messages/count_tokens"), ("ok", "error"), (200, 400)
+    ):
+        engine.mode = mode
+        body = message() if status == 200 else {"messages": "none"}
+        answer = await proxy.client.post(path, json=body, headers=headers)
+        assert answer.status_code == (502 if (mode, status) == ("error", 200) else status), (path, answer.text)
+        assert answer.headers.get_list("request-id") == answer.headers.get_list("x-request-id") == ["mine"], path
+    engine.mode = "ok"
+    answer = await proxy.client.post("/v1/embeddings", json={"model": "stub"}, headers=headers)
+    assert (answer.headers["x-request-id"], "request-id" in answer.headers) == ("mine", False)
+
+
+async def test_a_streamed_message_has_the_id_as_well(start_proxy: StartProxy) -> None:
+    proxy = await start(start_proxy)
+    answer = await proxy.client.post("/v1/messages", json=message(stream=True))
+    assert answer.headers["request-id"] == answer.headers["x-request-id"]
 
 
 async def test_the_next_turn_follows_the_cache(start_proxy: StartProxy) -> None:
