@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -284,34 +283,18 @@ def _detach(source: Path, directory: Path, options: list[str]) -> None:
     """Start a second launcher in its own session and wait until its fleet is ready."""
     from rich.console import Console
 
-    from launch.run.state import StateError, read_state
+    from launch.run.detached import NotStartedError, SignalError, start_detached
 
-    log_path = directory / "launcher.log"
     command = [sys.executable, "-m", "launch", "up", str(source), "--run-dir", str(directory), *options]
-    with log_path.open("wb") as log:
-        launcher = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
+    log_path = directory / "launcher.log"
     try:
-        while True:
-            try:
-                state = read_state(directory)
-            except StateError:
-                state = None
-            if (
-                state is not None
-                and state.supervisor_pid == launcher.pid
-                and state.status == "ready"
-                and _proved(directory, options)
-            ):
-                break
-            if launcher.poll() is not None:
-                sys.stderr.write(log_path.read_text(errors="replace"))
-                _stop(f"the fleet did not start (see {log_path})")
-            time.sleep(_SETTLE_S)
-    except BaseException:
-        launcher.terminate()
-        raise
+        state = start_detached(command, directory, log_path, lambda: _proved(directory, options))
+    except NotStartedError as error:
+        sys.stderr.write(error.output)
+        _stop(f"the fleet did not start (see {log_path})")
+    except SignalError as error:
+        typer.echo(f"interrupted: the fleet is being stopped, see {log_path}", err=True)
+        raise typer.Exit(128 + error.signum) from error
     console = Console()
     console.print(state_table(state, directory))
     console.print(f"detached; stop it with: warmroute down --run-dir {directory}", soft_wrap=True, markup=False)

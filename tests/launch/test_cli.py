@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -197,6 +198,47 @@ def test_failing_to_start_detached_shows_why(tmp_path: Path) -> None:
     output, _ = launcher.process.communicate(timeout=90)
     assert launcher.process.returncode == 2
     assert "was not ready within 0.001 s" in output
+
+
+@pytest.mark.parametrize(
+    ("signum", "code"),
+    [
+        (signal.SIGTERM, 143),
+        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.fleet),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.fleet),
+    ],
+)
+def test_a_signal_while_a_detached_start_waits_stops_the_fleet(tmp_path: Path, signum: int, code: int) -> None:
+    launcher = Launcher(tmp_path, "--detach", "--no-proxy", stagger_s=600)
+
+    def first_engine() -> FleetRecord | None:
+        try:
+            found = read_state(launcher.run_dir)
+        except StateError:
+            return None
+        return found if found.running else None
+
+    state = until(first_engine)
+    try:
+        log = launcher.run_dir / "launcher.log"
+        assert launcher.end(signum) == (code, f"interrupted: the fleet is being stopped, see {log}\n")
+        until(lambda: not state.supervised and not state.running)
+    finally:
+        if state.supervised:
+            os.kill(state.supervisor_pid, signal.SIGTERM)
+
+
+def test_the_launcher_s_log_of_an_earlier_start_is_kept_but_not_shown(tmp_path: Path) -> None:
+    """A port of the fleet is taken, so that the launcher ends before it starts anything."""
+    values = fleet_values()
+    (tmp_path / "fleet.yaml").write_text(yaml.safe_dump(values))
+    log = tmp_path / "launcher.log"
+    log.write_text("a line of the earlier start\n")
+    with socket.create_server(("127.0.0.1", values["base_port"])):
+        code, output = cli("up", str(tmp_path / "fleet.yaml"), "--run-dir", str(tmp_path), "--detach", "--no-proxy")
+    assert code == 2
+    assert (output.count(f"port {values['base_port']} "), output.count("earlier start")) == (1, 0)
+    assert log.read_text().startswith("a line of the earlier start\nerror: port ")
 
 
 @pytest.mark.fleet
