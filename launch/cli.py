@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 from urllib.parse import urlsplit
@@ -28,7 +29,7 @@ RUNS = Path("runs")
 _SETTLE_S = 0.1
 _DOWN_MARGIN_S = 10.0
 _COLUMNS = ("process", "status", "pid", "role", "devices", "transport", "url", "bootstrap", "restarts", "recycles")
-_ALWAYS = frozenset({"process", "status", "pid", "restarts", "recycles"})
+_ALWAYS = frozenset({"process", "status", "pid"})
 _NUMBERS = frozenset({"pid", "restarts", "recycles"})
 
 RunDir = Annotated[
@@ -128,7 +129,11 @@ def up(
         work = hold(ray_address, fleet, directory, source, with_proxy, require_fresh, hurry)
     else:
         work = _hold(fleet, directory, source, with_proxy, require_fresh, hurry)
-    raise typer.Exit(run_until_signal(work, on_second=hurry.set))
+    code = run_until_signal(work, on_second=hurry.set)
+    if run_dir is None:
+        with suppress(OSError):
+            directory.rmdir()  # it is empty after a start that was refused
+    raise typer.Exit(code)
 
 
 def status(

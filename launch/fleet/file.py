@@ -141,6 +141,7 @@ def find_fleet(path: Path) -> Path:
 def ports_in_use(fleet: FleetFile, *, with_proxy: bool = True) -> list[str]:
     """Sentences on the fleet's ports that are already in use; empty when all are free."""
     problems = []
+    listened_to = False
     # vLLM's bootstrap and event sockets listen on all addresses, whatever the host.
     everywhere: set[int] = set()
     if fleet.kind == "vllm":
@@ -159,8 +160,11 @@ def ports_in_use(fleet: FleetFile, *, with_proxy: bool = True) -> list[str]:
                 if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
                     return [f"host: {fleet.host!r} is no address of this machine ({error.strerror})"]
                 problems.append(f"port {port} for {owner} is not free ({error.strerror})")
+                listened_to |= error.errno == errno.EADDRINUSE
     if problems:
         problems[-1] += "; stop the processes that listen there or move the ports in the fleet file"
+    if listened_to:
+        problems[-1] += " (`warmroute status` shows if a fleet of yours runs, `warmroute down` stops it)"
     return problems
 
 

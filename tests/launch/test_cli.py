@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from launch.__main__ import app
 from launch.fleet.file import FLEETS, load_fleet
 from launch.freshness.proof import FRESH_FILE, FreshProof, StaleEngineError, prove_fresh
-from launch.run.state import STATE_FILE, FleetRecord, StateError, read_state
+from launch.run.state import STATE_FILE, FleetRecord, ProcessState, StateError, read_state, write_state
 from tests.launch.conftest import REPOSITORY, STUB_LAUNCH, fleet_values, until
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -239,6 +239,36 @@ def test_the_launcher_s_log_of_an_earlier_start_is_kept_but_not_shown(tmp_path: 
     assert code == 2
     assert (output.count(f"port {values['base_port']} "), output.count("earlier start")) == (1, 0)
     assert log.read_text().startswith("a line of the earlier start\nerror: port ")
+
+
+def test_a_refused_start_leaves_no_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was named stays, since others may have made it."""
+    values = fleet_values()
+    (tmp_path / "fleet.yaml").write_text(yaml.safe_dump(values))
+    monkeypatch.chdir(tmp_path)
+    with socket.create_server(("127.0.0.1", values["base_port"])):
+        for options in ([], ["--run-dir", "named"]):
+            code, output = cli("up", "fleet.yaml", "--no-proxy", *options)
+            assert (code, f"port {values['base_port']} " in output) == (1, True)
+    assert (list(Path("runs").iterdir()), Path("named").is_dir()) == ([], True)
+
+
+@pytest.mark.parametrize(("restarts", "shown"), [(0, False), (2, True)])
+def test_urls_are_whole_on_a_narrow_terminal(restarts: int, shown: bool, tmp_path: Path) -> None:
+    urls = [f"http://127.0.0.1:{port}" for port in range(8101, 8104)]
+    processes = [
+        ProcessState(
+            name=f"inst-{n}", kind="sim", pid=2_000_000 + n, created_unix_s=1.0, url=url, log="", role="kv_both",
+            restarts=restarts, bootstrap_url=f"http://127.0.0.1:{9101 + n}",
+        )
+        for n, url in enumerate(urls)
+    ]  # fmt: skip
+    record = FleetRecord(fleet="f", supervisor_pid=2_000_000, supervisor_created_unix_s=1.0, processes=processes)
+    write_state(tmp_path, record)
+    output = CliRunner().invoke(app, ["status", "--run-dir", str(tmp_path)], env={"COLUMNS": "80"}).output
+    assert ("restarts" in output, "recycles" in output) == (shown, False)
+    if not shown:
+        assert [url for url in urls if url not in output] == []
 
 
 @pytest.mark.fleet

@@ -87,6 +87,7 @@ def test_a_port_in_use_is_reported() -> None:
         [problem] = ports_in_use(fleet)
     assert problem.startswith(f"port {fleet.base_port + 1} for inst-1 is not free")
     assert "move the ports" in problem
+    assert problem.endswith("(`warmroute status` shows if a fleet of yours runs, `warmroute down` stops it)")
     for host in ("nowhere.invalid", "192.0.2.1"):
         [problem] = ports_in_use(parse_fleet({**fleet_values(), "host": host}))
         assert problem.startswith(f"host: '{host}' is no address of this machine")

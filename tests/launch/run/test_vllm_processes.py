@@ -86,7 +86,7 @@ async def test_the_proxy_is_reported_what_the_logs_proved(make_fleet: Callable[.
         ]
         assert written[0]["events_url"] == f"tcp://127.0.0.1:{values.base_events_port}"
         output = CliRunner().invoke(app, ["status", "--run-dir", str(tmp_path / "run")], env={"COLUMNS": "160"}).output
-        assert [word for word in ("role", "devices", "transport", "restarts", "bootstrap") if word not in output] == []
+        assert [word for word in ("role", "devices", "transport", "bootstrap") if word not in output] == []
         assert output.count("nvlink") == 2
         assert "nvlink?" not in output
 
