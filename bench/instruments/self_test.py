@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.instruments.engine import InstrumentError, MeasuredEngine, refuse_busy
+from bench.instruments.engine import BusyFleetError, InstrumentError, MeasuredEngine, refuse_busy
 from bench.instruments.prompts import Prompts, TokenRange
 from bench.instruments.targets import fleet_targets, opened
 from bench.instruments.transfer import TransferPlan, measure_transfers
@@ -63,9 +63,14 @@ def hand_offs(fleet: FleetFile, source: str) -> list[HandOffTest]:
 async def _make(fleet: FleetFile, source: str) -> list[HandOffTest]:
     chosen = pairs([member.role for member in fleet.members])
     if not chosen:
-        raise HandOffError("the fleet has no two engines that exchange KV")
+        raise HandOffError(
+            "the fleet has no two engines that exchange KV", "give one a role that sends, another one that receives"
+        )
     try:
         targets = fleet_targets(fleet, Path(source).stem)
+    except InstrumentError as error:
+        raise HandOffError(str(error)) from error
+    try:
         async with opened(targets.engines, targets.model, None, _TIMEOUT_S) as engines:
             await refuse_busy(engines)
             prompts = Prompts(_TOKEN_IDS)
@@ -73,8 +78,10 @@ async def _make(fleet: FleetFile, source: str) -> list[HandOffTest]:
                 await self_test(engines[pair.source], engines[pair.target], prompts, targets.kv_bytes_per_token)
                 for pair in chosen
             ]
+    except BusyFleetError as error:
+        raise HandOffError(str(error), "run this again while the fleet is idle") from error
     except InstrumentError as error:
-        raise HandOffError(str(error)) from error
+        raise HandOffError(str(error), "start the fleet with `warmroute up`, if it does not run") from error
 
 
 async def self_test(

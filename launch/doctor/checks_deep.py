@@ -127,10 +127,7 @@ def hand_off(facts: Facts) -> Iterator[Result]:
     if facts.deep is None:
         return
     if facts.deep.hand_offs is None:
-        yield note(
-            f"no hand-off was made: {facts.deep.hand_offs_error}",
-            "start the fleet, and run this again while it is idle",
-        )
+        yield note(f"no hand-off was made: {facts.deep.hand_offs_error}", facts.deep.hand_offs_remedy)
         return
     for one in facts.deep.hand_offs:
         pair = f"{one.source} to {one.target}"

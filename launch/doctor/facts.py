@@ -232,6 +232,7 @@ class Deep(msgspec.Struct, frozen=True, kw_only=True):
     near_nics_error: str = ""
     hand_offs: list[HandOffTest] | None = None
     hand_offs_error: str = ""
+    hand_offs_remedy: str = ""
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,6 +18,11 @@ _TOPOLOGY_S = 60.0
 class HandOffError(RuntimeError):
     """Hand-offs that could not be made at all; the message says why."""
 
+    def __init__(self, reason: str, remedy: str = "") -> None:
+        super().__init__(reason)
+        self.remedy = remedy
+        """Empty where the message contains it."""
+
 
 def gather_deep(
     python: EnginePython,
@@ -40,7 +45,7 @@ def gather_deep(
     command = [python.executable, "-m", "mooncake.transfer_engine_topology_dump"]
     dumped, near_error = answer(command, environment, _TOPOLOGY_S)
     near = near_nics(dumped or "")
-    made, made_error = _hand_offs(fleet, facts, hand_offs)
+    made, made_error, made_remedy = _hand_offs(fleet, facts, hand_offs)
     return Deep(
         matrix=matrix,
         matrix_error=matrix_error or ("" if matrix else "no matrix in its output"),
@@ -48,19 +53,22 @@ def gather_deep(
         near_nics_error=near_error or ("" if near is not None else "no topology in its output"),
         hand_offs=made,
         hand_offs_error=made_error,
+        hand_offs_remedy=made_remedy,
     )
 
 
 def _hand_offs(
     fleet: FleetFile | None, facts: FleetFacts | None, hand_offs: HandOffs | None
-) -> tuple[list[HandOffTest] | None, str]:
+) -> tuple[list[HandOffTest] | None, str, str]:
+    """The hand-offs; if there are none, the reason and its remedy."""
     if fleet is None or facts is None:
-        return None, "no fleet is given (--fleet)"
+        return None, "no fleet is given (--fleet)", "give --fleet FILE of a running fleet"
     if not fleet.has_bootstrap:
-        return None, "no engine of the fleet has a KV connector that sends"
+        remedy = "give its engines roles other than none, if they are to exchange KV"
+        return None, "no engine of the fleet has a KV connector that sends", remedy
     if hand_offs is None:
-        return None, "only the whole command line (warmroute doctor) makes hand-offs"
+        return None, "only the whole command line makes hand-offs", "run `warmroute doctor`"
     try:
-        return hand_offs(fleet, facts.source), ""
+        return hand_offs(fleet, facts.source), "", ""
     except HandOffError as error:
-        return None, str(error)
+        return None, str(error), error.remedy

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from typer.testing import CliRunner
 
-from bench.instruments.engine import Generated, InstrumentError
+from bench.instruments.engine import BusyFleetError, Generated, InstrumentError
 from bench.instruments.prompts import Prompts
-from bench.instruments.self_test import TOKENS, pairs, self_test
+from bench.instruments.self_test import TOKENS, hand_offs, pairs, self_test
 from launch.doctor.facts import HandOffTest
-from launch.fleet.file import load_fleet
+from launch.doctor.probes.deep import HandOffError
+from launch.fleet.file import load_fleet, parse_fleet
 from launch.run.supervisor import Fleet
 from policies.types import Role
 from tests.bench.instruments.virtual import VirtualLab
@@ -87,6 +90,32 @@ def test_another_answer_than_p_gives_is_reported() -> None:
     lab.engines[1].generate = garbled  # type: ignore[method-assign]
     found = made(lab)
     assert (found.error, found.same_text) == (None, False)
+
+
+@pytest.mark.parametrize(
+    ("values", "reason", "remedy"),
+    [
+        ({"count": 1, "role": "kv_both"}, "no two engines", "give one a role that sends"),
+        ({"sim": {"time_scale": 2.0}, "role": "kv_both"}, "run the engines with sim.time_scale: 1", ""),
+        ({"sim": {"time_scale": 1.0}, "role": "kv_both"}, "is the fleet up?", "start the fleet with `warmroute up`"),
+    ],
+)
+def test_a_fleet_without_hand_offs_has_a_remedy(values: dict[str, Any], reason: str, remedy: str) -> None:
+    with pytest.raises(HandOffError, match=re.escape(reason)) as refused:
+        hand_offs(parse_fleet({**fleet_values(), **values}), "fleet.yaml")
+    assert refused.value.remedy.startswith(remedy)
+    assert bool(refused.value.remedy) == bool(remedy)
+
+
+async def test_a_busy_fleet_is_to_be_tested_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(_: object) -> None:
+        raise BusyFleetError("the fleet is busy")
+
+    monkeypatch.setattr("bench.instruments.self_test.refuse_busy", refuse)
+    fleet = parse_fleet({**fleet_values(), "role": "kv_both", "sim": {"time_scale": 1.0}})
+    with pytest.raises(HandOffError, match="the fleet is busy") as refused:
+        await asyncio.to_thread(hand_offs, fleet, "fleet.yaml")
+    assert refused.value.remedy == "run this again while the fleet is idle"
 
 
 @pytest.mark.fleet

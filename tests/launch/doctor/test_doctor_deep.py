@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 
-from launch.doctor.facts import Deep, HandOffTest, NearNics, Rdma
+from launch.doctor.facts import Deep, EnginePython, HandOffTest, NearNics, Rdma
+from launch.doctor.probes import deep as deep_probe
+from launch.doctor.probes.deep import HandOffError, HandOffs
 from launch.doctor.probes.output import near_nics, topology_matrix
+from launch.fleet.file import parse_fleet
 from launch.hardware.gpus import GpuInventory
-from tests.launch.doctor.machines import bad, fleet, h200, reported
+from tests.launch.doctor.machines import bad, fleet, found, h200, reported
 
 LEGEND = """
 Legend:
@@ -138,3 +141,23 @@ def test_hand_offs_that_fail() -> None:
     assert silent.startswith("warning: a to b: 512 tokens; D does not report pulled tokens")
     off = reported(h200(deep=Deep(hand_offs_error="no fleet is given (--fleet)")), "hand-off")
     assert off == "note: no hand-off was made: no fleet is given (--fleet)"
+
+
+def no_hand_off(values: dict[str, Any] | None, made_by: HandOffs | None, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Remedy of the finding, where no hand-off could be made."""
+    monkeypatch.setattr(deep_probe, "answer", lambda *_: (None, "not here"))
+    facts = None if values is None else fleet()
+    parsed = None if values is None else parse_fleet({"kind": "sim", "count": 2, **values})
+    gathered = deep_probe.gather_deep(EnginePython(executable="python"), {}, parsed, facts, made_by)
+    [result] = [one for one in found(h200(deep=gathered, fleet=facts)) if one.check == "hand-off"]
+    return result.fix
+
+
+def test_the_remedy_fits_the_reason_why_no_hand_off_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    def busy(*_: object) -> list[HandOffTest]:
+        raise HandOffError("the fleet is busy", "run this again while the fleet is idle")
+
+    assert no_hand_off(None, busy, monkeypatch) == "give --fleet FILE of a running fleet"
+    assert no_hand_off({"role": "none"}, busy, monkeypatch).startswith("give its engines roles")
+    assert no_hand_off({"role": "kv_both"}, None, monkeypatch) == "run `warmroute doctor`"
+    assert no_hand_off({"role": "kv_both"}, busy, monkeypatch) == "run this again while the fleet is idle"
