@@ -55,7 +55,10 @@ def replay_command(
     model: Annotated[
         str | None, typer.Option(help="Model name. Default: the first of /v1/models.", show_default=False)
     ] = None,
-    label: Annotated[str, typer.Option(help="Name of the run in tables and reports.")] = "",
+    label: Annotated[
+        str,
+        typer.Option(help="Name of the run in tables and reports. Default: its file's.", show_default=False),
+    ] = "",
     arrival_speed: Annotated[
         float, typer.Option(callback=finite, help="Sessions arrive this many times faster than in the trace (factor).")
     ] = 1.0,

@@ -75,7 +75,7 @@ def read_arm(label: str, paths: Sequence[Path]) -> ArmRuns:
     """An arm from run files.
 
     Args:
-        label: its name; empty: the first run's label.
+        label: its name; empty: the first run's label, or the stem of its file.
         paths: of its repeats.
 
     Raises:
@@ -88,7 +88,7 @@ def read_arm(label: str, paths: Sequence[Path]) -> ArmRuns:
     if repeated:
         raise ArmFilesError(f"{repeated[0]} is given twice: the same file is not a repetition")
     runs = [ArmRun(_read(path), path) for path in paths]
-    return ArmRuns(label or runs[0].run.header.label or "run", runs)
+    return ArmRuns(label or runs[0].run.header.label or paths[0].stem, runs)
 
 
 def parse_arm(text: str) -> ArmRuns:
@@ -123,14 +123,24 @@ def parse_arms(texts: Sequence[str]) -> list[ArmRuns]:
 
 
 def unique(arms: Sequence[ArmRuns]) -> list[ArmRuns]:
-    """The arms under different names: one used before gets a number."""
+    """The arms under different names: equal ones with the stem of their file, or, if that is equal too, a number."""
+    stems: dict[str, set[str]] = {}
+    for arm in arms:
+        stems.setdefault(arm.label, set()).add(_stem(arm))
     seen: Counter[str] = Counter()
     renamed = []
     for arm in arms:
-        seen[arm.label] += 1
-        number = seen[arm.label]
-        renamed.append(arm if number == 1 else replace(arm, label=f"{arm.label} ({number})"))
+        stem = _stem(arm)
+        name = arm.label if len(stems[arm.label]) == 1 or stem in {"", arm.label} else f"{arm.label} ({stem})"
+        seen[name] += 1
+        renamed.append(replace(arm, label=name if seen[name] == 1 else f"{name} ({seen[name]})"))
     return renamed
+
+
+def _stem(arm: ArmRuns) -> str:
+    """Name of the first run's file without its ending; empty for a run without one."""
+    path = arm.runs[0].path if arm.runs else None
+    return "" if path is None else path.stem
 
 
 def read_experiment(directory: Path, *, force: bool = False) -> Experiment:

@@ -136,6 +136,14 @@ def test_labels_become_unique() -> None:
         compare_arms(arms)
 
 
+def test_files_are_named_by_their_label_or_their_stem(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    files = (("a", ""), ("b", ""), ("deep/b", ""), ("c", "warm"), ("d", "warm"), ("warm", "warm"), ("e", "joint"))
+    paths = [write_run(tmp_path / f"{name}.jsonl", make_run(label)) for name, label in files]
+    names = [arm.label for arm in unique([read_arm("", [path]) for path in paths])]
+    assert names == ["a", "b", "b (2)", "warm (c)", "warm (d)", "warm", "joint"]
+
+
 def test_repeats_of_unlike_conditions_are_refused_by_name() -> None:
     arms = [
         ArmRuns("a", [*single(make_run()).runs, *single(make_run(time_scale=2.0)).runs]),

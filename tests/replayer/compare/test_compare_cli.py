@@ -131,9 +131,13 @@ def test_one_run_as_two_arms_is_named(invoke: Invoke, store: Store, tmp_path: Pa
     copy.write_bytes(path.read_bytes())
     link = tmp_path / "link.jsonl"
     link.symlink_to(path)
-    for second, how in ((path, "are the same file"), (link, "are the same file"), (copy, "have the same content")):
+    for second, names, how in (
+        (path, "'linear' and 'linear (2)'", "are the same file"),
+        (link, f"'linear ({path.stem})' and 'linear (link)'", "are the same file"),
+        (copy, f"'linear ({path.stem})' and 'linear (copy)'", "have the same content"),
+    ):
         said = " ".join(invoke(path, second).output.split())
-        assert f"! 'linear' and 'linear (2)' {how}: a run is compared with itself" in said
+        assert f"! {names} {how}: a run is compared with itself" in said
     assert "compared with itself" not in invoke(path, store(other)).output
 
 
