@@ -12,6 +12,7 @@ from types import FrameType
 from typing import IO
 
 _OPENED = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/")
+_BEGIN_BYTES = 1024
 
 
 class OverwritesInputError(ValueError):
@@ -52,6 +53,21 @@ def refuse_existing(output: Path) -> None:
     """
     if output.is_file() and not str(output).startswith(_OPENED) and output.stat().st_size:
         raise ExistingOutputError(f"{output}: already exists; give another name, or remove it")
+
+
+def refuse_other_than_page(output: Path) -> None:
+    """Refuse an output that exists and is neither empty nor an HTML page, so that no measured run is lost.
+
+    Raises:
+        ExistingOutputError: it is another file.
+        OSError: it cannot be read.
+    """
+    if not output.is_file() or str(output).startswith(_OPENED):
+        return
+    with output.open("rb") as file:
+        begin = file.read(_BEGIN_BYTES).lstrip().lower()
+    if begin and not begin.startswith(b"<!doctype html>"):
+        raise ExistingOutputError(f"{output}: already exists and is no HTML page; give another name, or remove it")
 
 
 @contextmanager

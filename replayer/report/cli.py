@@ -104,7 +104,7 @@ def report_command(
     if keep_all and (skip_first_s is not None or skip_last_s is not None):
         _stop("--keep-all leaves nothing out: give it without --skip-first-s and --skip-last-s")
     found = _read(runs or [], arm or [], trace)
-    _refuse_inputs(output, [*found.files, *_files(aa or [], breakdown or [])])
+    _refuse_overwriting(output, [*found.files, *_files(aa or [], breakdown or [])])
     arms = _with_breakdowns(_baseline_first(found.arms, baseline), breakdown or [])
     why = found.why_no_trace or Extras().why_no_trace
     extras = Extras(found.trace, why, pool_tokens, session, found.environment, found.notes)
@@ -177,13 +177,23 @@ def _files(same: Sequence[str], breakdown: Sequence[str]) -> list[Path]:
     ]
 
 
-def _refuse_inputs(output: Path, files: Sequence[Path]) -> None:
-    from replayer.records.outputs import OverwritesInputError, refuse_inputs
+def _refuse_overwriting(output: Path, files: Sequence[Path]) -> None:
+    """End the command if the output is an input, or a file other than an earlier report."""
+    from replayer.records.outputs import (
+        ExistingOutputError,
+        OverwritesInputError,
+        not_written,
+        refuse_inputs,
+        refuse_other_than_page,
+    )
 
     try:
         refuse_inputs(output, files)
-    except OverwritesInputError as error:
+        refuse_other_than_page(output)
+    except (OverwritesInputError, ExistingOutputError) as error:
         _stop(str(error))
+    except OSError as error:
+        _stop(not_written(error, output))
 
 
 def _same(specs: Sequence[str]) -> list[ArmRuns]:

@@ -339,6 +339,20 @@ def test_a_report_does_not_overwrite_what_it_is_made_from(app: typer.Typer, expe
     assert (experiment / name).read_bytes() == before
 
 
+def test_a_report_overwrites_only_a_report(app: typer.Typer, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run.jsonl", make_run())
+    measured = write_run(tmp_path / "measured.jsonl", make_run(noise_seed=1))
+    before = measured.read_bytes()
+    result = CliRunner().invoke(app, ["report", str(run), "--output", str(measured)])
+    assert (result.exit_code, measured.read_bytes()) == (2, before)
+    assert "measured.jsonl: already exists and is no HTML page" in " ".join(result.output.split())
+    page = tmp_path / "page.html"
+    page.touch()
+    for title in ("first", "second"):
+        result = CliRunner().invoke(app, ["report", str(run), "-o", str(page), "--title", title, "--resamples", "1000"])
+        assert (result.exit_code, f"<h1>{title}</h1>" in page.read_text()) == (0, True), result.output
+
+
 def test_an_environment_that_is_cut_is_refused_with_the_remedy(app: typer.Typer, experiment: Path) -> None:
     path = experiment / "environment.json"
     whole = path.read_bytes()
