@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, NoReturn
 import msgspec
 import typer
 
+from replayer.records.columns import print_table
 from replayer.traces.load_options import Sessions, TimeUnit
 
 if TYPE_CHECKING:
@@ -122,12 +123,14 @@ def _print(sheets: Sequence[Sheet]) -> None:
 
     console = Console()
     for sheet in sheets:
-        table = Table(title=escape(sheet.title), box=box.SIMPLE, title_justify="left")
+        table = Table(
+            title=escape(sheet.title), box=box.SIMPLE, title_justify="left", padding=(0, 1, 0, 0), pad_edge=False
+        )
         for index, name in enumerate(sheet.columns):
             table.add_column(escape(name), justify="left" if index < sheet.left else "right")
         for row in sheet.rows:
             table.add_row(*(escape(cell) for cell in row))
-        console.print(table)
+        print_table(console, table)
         for note in sheet.notes:
             console.print(note, markup=False, soft_wrap=True)
 

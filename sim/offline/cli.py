@@ -295,14 +295,15 @@ def _run(setup: Setup, output: Path, breakdown: Path | None, look_ahead_s: float
 def _show(setup: Setup, ran: Ran, took_s: float, output: Path) -> None:
     from rich.console import Console
 
+    from replayer.records.columns import print_table
     from sim.offline.tables import figures_table, load_line, sessions_table
 
     console = Console()
     for note in ran.notes:
         console.print(f"note: {note}", markup=False, soft_wrap=True)
     rows = [(setup.label or setup.policy, ran.outcome.figures(), None)]
-    console.print(figures_table(rows))
-    console.print(sessions_table(rows))
+    print_table(console, figures_table(rows))
+    print_table(console, sessions_table(rows))
     for error, count in ran.outcome.errors.items():
         console.print(f"failed: {count:,} x {error}", markup=False, soft_wrap=True)
     if short := ran.outcome.short_outputs:
@@ -320,6 +321,7 @@ def _sweep(setup: Setup, sweeps: list[str], folder: Path, jobs: int | None, *, r
     """Simulate every combination and print the table; returns True if any failed."""
     from rich.console import Console
 
+    from replayer.records.columns import print_table
     from sim.offline.sweeps.sweep import Point, PointResult, in_processes, on_ray, points_of, run_sweep
     from sim.offline.tables import figures_table, sessions_table
 
@@ -332,8 +334,8 @@ def _sweep(setup: Setup, sweeps: list[str], folder: Path, jobs: int | None, *, r
 
     results = run_sweep(points, setup, folder, execute, done, resume=resume)
     rows = [(point.name, result.figures, result.error) for point, result in results]
-    console.print(figures_table(rows))
-    console.print(sessions_table(rows))
+    print_table(console, figures_table(rows))
+    print_table(console, sessions_table(rows))
     written = sum(result.error is None for _, result in results)  # a failed point has no run file
     files = f"{written} run file{'' if written == 1 else 's'}"
     console.print(f"written: {folder} (sweep.json and {files})", markup=False, soft_wrap=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 from replayer.records.counted import counted
@@ -12,23 +13,24 @@ from sim.offline.running import Ran
 
 
 def figures_table(rows: Iterable[tuple[str, Mapping[str, Any], str | None]]) -> Table:
-    """A row per run: its name and its figures (``SimulatedOutcome.figures``), or its error."""
-    table = Table(title="p50/p90/p99 of successful requests, engine time")
-    table.add_column("run", overflow="fold")
-    for name in ("OK/N", "TTFT s", "TPOT ms", "E2E s", "APC", "prediction error", "offloaded"):
-        table.add_column(name, justify="right")
+    """A row per run: its name and its figures (``SimulatedOutcome.figures``), or "failed" for one with an error."""
+    table = _table(
+        "p50 / p90 / p99 of successful requests, engine time",
+        ("OK / N", "TTFT s", "TPOT ms", "E2E s", "APC", "error, tokens", "offloads"),
+    )
+    table.caption = "error: mean |predicted - actual| cached tokens"
     for name, figures, error in rows:
         if error is not None:
-            table.add_row(name, error)
+            table.add_row(name, "failed")
             continue
         table.add_row(
             name,
-            f"{figures['ok']:,}/{figures['requests']:,}",
+            f"{figures['ok']:,} / {figures['requests']:,}",
             _quantiles(figures, "ttft", 1.0, 2),
             _quantiles(figures, "tpot", 1e3, 1),
             _quantiles(figures, "e2e", 1.0, 2),
             "–" if figures["apc"] is None else f"{figures['apc']:.3f}",
-            "–" if figures["prediction_error_tokens"] is None else f"{figures['prediction_error_tokens']:,.0f} tokens",
+            "–" if figures["prediction_error_tokens"] is None else f"{figures['prediction_error_tokens']:,.0f}",
             f"{figures['offloaded']:,}",
         )
     return table
@@ -36,22 +38,31 @@ def figures_table(rows: Iterable[tuple[str, Mapping[str, Any], str | None]]) -> 
 
 def sessions_table(rows: Iterable[tuple[str, Mapping[str, Any], str | None]]) -> Table:
     """A row per run that has no error: completion and slowdown of its sessions, mean latencies of its requests."""
-    table = Table(title="mean/p50/p90 of completed sessions, mean of successful requests, engine time")
-    table.add_column("run", overflow="fold")
-    for name in ("completed/N", "session s", "slowdown", "mean TTFT s", "mean E2E s"):
-        table.add_column(name, justify="right")
+    table = _table(
+        "mean / p50 / p90 of completed sessions, mean of successful requests, engine time",
+        ("completed / N", "session s", "slowdown", "mean TTFT s", "mean E2E s"),
+    )
     for name, figures, error in rows:
         if error is not None:
             continue
         shares = ("mean", "p50", "p90")
         table.add_row(
             name,
-            f"{figures['sessions_completed']:,}/{figures['sessions']:,}",
-            "/".join(_number(figures[f"session_completion_{share}_s"], 1) for share in shares),
-            "/".join(_number(figures[f"session_slowdown_{share}"], 2) for share in shares),
+            f"{figures['sessions_completed']:,} / {figures['sessions']:,}",
+            " / ".join(_number(figures[f"session_completion_{share}_s"], 1) for share in shares),
+            " / ".join(_number(figures[f"session_slowdown_{share}"], 2) for share in shares),
             _number(figures["ttft_mean_s"], 2),
             _number(figures["e2e_mean_s"], 2),
         )
+    return table
+
+
+def _table(title: str, columns: Iterable[str]) -> Table:
+    """A table with narrow gaps, for `print_table`."""
+    table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("run")
+    for name in columns:
+        table.add_column(name, justify="right")
     return table
 
 
@@ -61,7 +72,7 @@ def _number(value: float | None, digits: int) -> str:
 
 def _quantiles(figures: Mapping[str, Any], what: str, scale: float, digits: int) -> str:
     values = [figures[f"{what}_{share}_s"] for share in ("p50", "p90", "p99")]
-    return "/".join("–" if value is None else f"{value * scale:.{digits}f}" for value in values)
+    return " / ".join("–" if value is None else f"{value * scale:.{digits}f}" for value in values)
 
 
 def load_line(ran: Ran) -> str:

@@ -53,6 +53,17 @@ def test_every_option_is_explained(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
+def test_every_word_of_a_table_is_whole_on_a_narrow_terminal(command: str, trace: Path) -> None:
+    runner, given = CliRunner(env={"COLUMNS": "80"}), arguments(command, trace)
+    table = runner.invoke(cli.application(), given).output
+    assert "…" not in table
+    page = runner.invoke(cli.application(), [*given, "--markdown"]).output
+    cells = [line.strip("| ") for line in page.splitlines() if line.startswith("| ") and "---" not in line]
+    words = {word for line in cells for word in line.split() if len(word) <= 20}
+    assert words - set(table.split()) - {"|"} == set()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_tables_json_markdown_and_figures(command: str, trace: Path, tmp_path: Path) -> None:
     runner, given = CliRunner(), arguments(command, trace)
     if command == "kv-wall":

@@ -51,7 +51,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def call(*arguments: object, code: int = 0) -> str:
-    result = CliRunner().invoke(APP, [str(each) for each in arguments])
+    result = CliRunner().invoke(APP, [str(each) for each in arguments], env={"COLUMNS": "160"})
     assert result.exit_code == code, result.output
     return result.output
 
@@ -60,7 +60,7 @@ def test_its_runs_are_read_as_a_replays_are(trace: Path, tmp_path: Path) -> None
     for policy in ("linear", "round_robin"):
         run, rows = tmp_path / f"{policy}.jsonl", tmp_path / f"{policy}-rows.jsonl"
         said = call("simulate", trace, "-o", run, "--breakdown-output", rows, "--policy", policy, "--instances", 3)
-        assert "60/60" in said
+        assert "60 / 60" in said
         assert len(read_breakdown(rows)) == 60
         assert read_run(run).header.label == policy
     runs = [tmp_path / "linear.jsonl", tmp_path / "round_robin.jsonl"]
@@ -123,7 +123,7 @@ def test_a_session_that_the_limit_cut_is_not_completed_in_a_stream_either(trace:
         said = call("simulate", trace, "-o", run, "--request-limit", 40, *options)
         figures = session_tally([read_run(run)]).figures()
         assert figures.cut == 1
-        assert f" {figures.completed}/{figures.sessions} " in said
+        assert f" {figures.completed} / {figures.sessions} " in said
         printed.append([line for line in said.splitlines() if line.startswith("│")])
     assert printed[0] == printed[1]
 
@@ -167,6 +167,21 @@ def test_a_sweep_writes_a_folder(trace: Path, tmp_path: Path) -> None:
     failing = tmp_path / "failing"
     said = call("simulate", trace, "-o", failing, "--sweep", "pool-tokens=null,3", "--jobs", 1, code=1)
     assert f"written: {failing} (sweep.json and 1 run file)" in said
+
+
+def test_no_figure_is_cut_on_a_narrow_terminal(trace: Path, tmp_path: Path) -> None:
+    sweep = ("--sweep", "policy=warm,session_sticky", "--sweep", "pool-tokens=3,null", "--jobs", "1")
+    arguments = ["simulate", str(trace), "-o", str(tmp_path / "sweep"), "--slowdown", "9999", *sweep]
+    said = CliRunner().invoke(APP, arguments, env={"COLUMNS": "80"}).output
+    assert "…" not in said
+    words = said.split()
+    for point in json.loads((tmp_path / "sweep" / "sweep.json").read_text())["points"]:
+        if point["error"] is not None:
+            assert "failed" in words
+            continue
+        for name, scale, digits in (("ttft", 1, 2), ("tpot", 1e3, 1), ("e2e", 1, 2)):
+            for share in ("p50", "p90", "p99"):
+                assert f"{scale * point['figures'][f'{name}_{share}_s']:.{digits}f}" in words
 
 
 OWN = """
