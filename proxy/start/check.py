@@ -53,7 +53,9 @@ def check_fleet(settings: Settings, console: Console | None = None) -> bool:
     check_writable(settings.logs.access)
     settings, problems = asyncio.run(with_discovered(settings))
     found = asyncio.run(probed(settings))
-    table = Table("instance", "URL", "reachable", "models", "block size", "KV events", title="Engines")
+    table = Table(title="Engines")
+    for column in ("instance", "URL", "reachable", "models", "block size", "KV events"):
+        table.add_column(column, overflow="fold")
     for row in found:
         table.add_row(row.name, row.url, "yes" if row.reachable else "no", row.models, row.block_tokens, row.events)
     console.print(table)

@@ -57,6 +57,20 @@ def test_a_fleet_that_can_be_used_is_a_table_and_status_0(tmp_path: Path) -> Non
     assert not rows.parent.exists(), "a check writes nothing"
 
 
+def test_names_and_urls_are_whole_on_a_narrow_terminal() -> None:
+    """In a narrow terminal they take several lines of a cell."""
+    model = "organisation/a-model-with-a-long-name-in-32-bits"
+    name = "prefill-engine-of-the-second-rack-0"
+    engine = StubEngine(model=model)
+    with in_a_thread(engine):
+        instance = f'[{{"name": "{name}", "url": "{engine.url}"}}]'
+        answer = RUNNER.invoke(build(), ["serve", "--check"], env={"COLUMNS": "80", "WARMROUTE_INSTANCES": instance})
+    assert (answer.exit_code, "…" in answer.output) == (0, False), answer.output
+    rows = [line.split("│")[1:-1] for line in answer.output.splitlines() if line.startswith("│")]
+    cells = ["".join(cell.strip() for cell in column) for column in zip(*rows, strict=True)]
+    assert cells == [name, engine.url, "yes", model, "16", "off"]
+
+
 def test_an_engine_that_cannot_be_used_has_its_remedy_and_status_1() -> None:
     engine = StubEngine()
     with in_a_thread(engine):
