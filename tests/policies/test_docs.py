@@ -44,6 +44,15 @@ def test_the_table_of_policies_is_complete_and_its_defaults_are_those_of_the_cod
     assert documented == {name: cell_of(parameters(make_routing(name))) for name in BUILT_IN[ROUTING_GROUP]}
 
 
+def test_the_readme_counts_the_policies() -> None:
+    """Modules of ``policies/baselines`` have other routers' formulas."""
+    baselines = [name for name in BUILT_IN[ROUTING_GROUP] if "baselines" in type(make_routing(name)).__module__]
+    own = len(BUILT_IN[ROUTING_GROUP]) - len(baselines)
+    numbers = dict(enumerate(["seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen", "fourteen"], 7))
+    counted = f"{numbers[own]} policies of ours, {numbers[len(baselines)]} baselines"
+    assert counted in (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+
+
 def test_the_table_of_planners_is_complete_and_its_defaults_are_those_of_the_code() -> None:
     documented = {name: cells[-1] for name, cells in table("planner").items()}
     assert documented == {name: cell_of(parameters(make_planner(name))) for name in BUILT_IN[OFFLOAD_GROUP]}
