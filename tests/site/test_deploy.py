@@ -138,6 +138,13 @@ def test_the_unit_is_hardened_and_restarts() -> None:
     assert service["ExecReload"] == "/bin/kill -HUP $MAINPID"
 
 
+def test_the_documented_reload_signals_the_proxy_only() -> None:
+    """A search for command lines also finds shells, editors and other proxies."""
+    pages = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md")}
+    assert "$ sudo systemctl reload warmroute" in pages["operations.md"]
+    assert [name for name, text in pages.items() if "pgrep -f" in text or "pkill -f" in text] == []
+
+
 def test_the_unit_leaves_running_streams_their_time() -> None:
     settings = load_settings(ROOT / "configs" / "proxy.yaml")
     assert int(dict(unit()["Service"])["TimeoutStopSec"]) >= settings.drain_delay_s + settings.grace_s + 10
