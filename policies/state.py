@@ -356,11 +356,9 @@ class FleetState:
     ) -> None:
         """Count a context and a HEAVY prefill, and change the specialists by the fleet as it was decided on."""
         specialists, accounts, views = self.specialists, self.accounts, fleet.instances
-        prompt_tokens, session = request.prompt_tokens, request.session_id or request.request_id
-        specialists.sent(session, decision.decode_on, prompt_tokens, now_s, TURNS_PER_INSTANCE * accounts.instances)
-        heavy = decision.request_class is RequestClass.HEAVY
-        if heavy:
-            on, new_tokens = decision.prefill_on or decision.decode_on, prompt_tokens - cached_tokens
+        heavy, memory = decision.request_class is RequestClass.HEAVY, TURNS_PER_INSTANCE * accounts.instances
+        if specialists.sent(request, decision.decode_on, now_s, memory, heavy=heavy):
+            on, new_tokens = decision.prefill_on or decision.decode_on, request.prompt_tokens - cached_tokens
             specialists.prefilled(on, self.costs.prefill.seconds(new_tokens, cached_tokens), now_s)
         if heavy or specialists.names:
             remote, used = accounts.remote, specialists.contexts.working_set_tokens(accounts.active_tokens, now_s)

@@ -25,6 +25,9 @@ class _Sent(NamedTuple):
     tokens: int
     """Of its prompt."""
     at_s: float
+    request_id: str | None
+    heavy: bool
+    """An attempt at it was HEAVY."""
 
 
 class RecentContexts:
@@ -44,23 +47,41 @@ class RecentContexts:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def sent(self, session: str, instance: str, prompt_tokens: int, now_s: float, memory: int) -> None:
+    def sent(
+        self,
+        session: str,
+        instance: str,
+        prompt_tokens: int,
+        now_s: float,
+        memory: int,
+        request_id: str | None = None,
+        *,
+        heavy: bool = False,
+    ) -> bool:
         """A request of the session is sent to ``instance``, where it decodes.
 
-        The share of returns is averaged over the last ``memory`` of them.
+        The share of returns is averaged over the last ``memory`` of them. A further attempt at the session's last
+        request, by its id, moves the context but is no return.
+
+        Returns:
+            True if the attempt is HEAVY, and the first one of its request that is.
         """
         if self._began_s is None:
             self._began_s = now_s
         self._expire(now_s, memory)
-        before = self._sessions.pop(session, None)
+        before, counted = self._sessions.pop(session, None), False
         if before is not None:
             self._uncount(before)
-            self._followed(1.0, memory)
-        self._sessions[session] = _Sent(instance, prompt_tokens, now_s)
+            if request_id is None or before.request_id != request_id:
+                self._followed(1.0, memory)
+            else:
+                counted = before.heavy
+        self._sessions[session] = _Sent(instance, prompt_tokens, now_s, request_id, heavy or counted)
         self._tokens += prompt_tokens
         self._by_instance[instance] = self._by_instance.get(instance, 0) + prompt_tokens
         if len(self._sessions) > CAPACITY:
             self._drop_oldest()
+        return heavy and not counted
 
     def by_instance(self, session: str) -> dict[str, int]:
         """Tokens by the instance that their session's last request was sent to, without those of ``session``.

@@ -11,7 +11,7 @@ from math import exp2, log
 from typing import NamedTuple
 
 from policies.offload.recent_contexts import RecentContexts
-from policies.types import ContextsView, InstanceView, Role
+from policies.types import ContextsView, InstanceView, RequestView, Role
 
 HALF_LIFE_S = 60.0
 """Half-life of the share of long prefills."""
@@ -148,10 +148,14 @@ class Specialists:
         if self._began_s is None:
             self._began_s = self._unsettled_s = now_s
 
-    def sent(self, session: str, instance: str, prompt_tokens: int, now_s: float, memory: int) -> None:
-        """Count the context of a request that was sent to an instance (`RecentContexts.sent`)."""
+    def sent(self, request: RequestView, instance: str, now_s: float, memory: int, *, heavy: bool) -> bool:
+        """Count the context of a request that was sent to an instance; True if its prefill is to be counted too.
+
+        `RecentContexts.sent`, with the request as its own session if it has none.
+        """
         self.began(now_s)
-        self.contexts.sent(session, instance, prompt_tokens, now_s, memory)
+        session, tokens = request.session_id or request.request_id, request.prompt_tokens
+        return self.contexts.sent(session, instance, tokens, now_s, memory, request.request_id, heavy=heavy)
 
     def contexts_without(self, session: str) -> ContextsView:
         """Recent contexts without that of ``session``; empty while there is no specialist."""

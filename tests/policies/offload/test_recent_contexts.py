@@ -41,6 +41,19 @@ def test_the_first_minutes_are_extrapolated() -> None:
     assert recent.working_set_tokens(0, 990.0) == 600 * EXTRAPOLATED_S
 
 
+def test_a_further_attempt_at_a_request_moves_its_context_and_is_no_return() -> None:
+    recent = RecentContexts()
+    recent.return_share = 0.5
+    assert not recent.sent("a", "inst-0", 100, 0.0, MEMORY, "first")
+    assert recent.sent("a", "inst-1", 100, 1.0, MEMORY, "first", heavy=True), "the first attempt was not"
+    assert not recent.sent("a", "inst-2", 100, 2.0, MEMORY, "first")
+    assert not recent.sent("a", "inst-2", 100, 3.0, MEMORY, "first", heavy=True)
+    assert recent.return_share == 0.5
+    assert recent.by_instance("new") == {"inst-0": 0, "inst-1": 0, "inst-2": 100}
+    assert recent.sent("a", "inst-2", 120, 4.0, MEMORY, "second", heavy=True)
+    assert recent.return_share == 0.625
+
+
 def test_the_number_of_sessions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recent_contexts, "CAPACITY", 3)
     recent = RecentContexts()

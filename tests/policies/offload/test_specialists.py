@@ -18,7 +18,7 @@ from policies.offload.specialists import (
     wanted,
 )
 from policies.state import FleetState
-from policies.types import InstanceView, Role
+from policies.types import InstanceView, RequestClass, RequestView, Role
 from tests.policies.builders import ask_new, decision_for, idle
 
 POOL = 1_000_000
@@ -144,6 +144,18 @@ def test_one_that_is_no_candidate_for_long_or_left_is_replaced() -> None:
     assert book.names == ()
 
 
+def test_a_retry_is_no_return_and_its_long_prefill_counts_once() -> None:
+    state, names = fleet_state(8, 10_000_000)
+    once, _ = fleet_state(8, 10_000_000)
+    for number in range(40):
+        now_s, request = 30.0 * number, ask_new(number, 60_000)._replace(request_id=f"once-{number}")
+        for each, attempts in ((state, 2), (once, 1)):
+            for attempt in range(attempts):
+                route(each, request, names, now_s, names[(number + attempt) % 8])
+    assert state.specialists.share(now_s) == once.specialists.share(now_s) > 0.0
+    assert state.specialists.contexts.return_share == once.specialists.contexts.return_share < 1.0
+
+
 def test_an_earlier_time_changes_nothing_for_the_worse() -> None:
     book = Specialists()
     book.prefilled("inst-0", 5.0, 100.0)
@@ -159,6 +171,14 @@ def fleet_state(instances: int, pool_tokens: int) -> tuple[FleetState, list[str]
         state.add_instance(name, Role.KV_BOTH)
         state.set_capacity(name, pool_tokens, 16.0)
     return state, names
+
+
+def route(state: FleetState, request: RequestView, candidates: list[str], now_s: float, decode_on: str) -> None:
+    """Send a request, as HEAVY if it is long, and end it at once."""
+    fleet = state.snapshot(request, now_s, candidates)
+    kind = RequestClass.HEAVY if request.prompt_tokens > 20_000 else RequestClass.WARM
+    decision = decision_for(request, decode_on)._replace(request_class=kind)
+    state.commit(request, fleet, decision, now_s).release(now_s)
 
 
 @pytest.mark.parametrize(("pool_tokens", "number"), [(30_000, 0), (60_000, 2)])
@@ -177,7 +197,7 @@ def test_idle_contexts_that_may_return_count_against_specialists(pool_tokens: in
 def test_commits_count_heavy_prefills_and_snapshots_only_read() -> None:
     state, names = fleet_state(4, 10_000_000)
     for number in range(12):
-        now_s, request = 10.0 * number, ask_new(number, 120_000)
+        now_s, request = 10.0 * number, ask_new(number, 120_000)._replace(request_id=f"req-{number}")
         fleet = state.snapshot(request, now_s, names)
         assert tuple(fleet.specialists) == state.specialists.names
         decision = decision_for(request, names[number % 4], names[(number + 1) % 4])
