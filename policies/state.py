@@ -363,8 +363,10 @@ class FleetState:
         if heavy or specialists.names:
             remote, used = accounts.remote, specialists.contexts.working_set_tokens(accounts.active_tokens, now_s)
             used += remote.active_tokens + remote.kept_tokens
-            lost_share = accounts.lost_share(len(views), now_s) + remote.lost_share
-            specialists.update(views, FleetLoad.of(views, specialists.share(now_s), used, lost_share), now_s)
+            pools = specialists.pools(views, now_s, heavy=heavy)
+            lost_share = accounts.lost_share(len(pools), now_s) + remote.lost_share
+            load = FleetLoad.of(pools, specialists.share(now_s), used, lost_share)
+            specialists.update(views, load, now_s, heavy=heavy)
 
     def share(self, shared: SharedSessions, turn: int = 0) -> None:
         """Share sessions with other replicas from now on.

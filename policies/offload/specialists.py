@@ -6,8 +6,8 @@ The number follows the share of that work, from none up. A specialist decodes as
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import exp2, log
+from collections.abc import Collection, Sequence
+from math import exp2, inf, log
 from typing import NamedTuple
 
 from policies.offload.recent_contexts import RecentContexts
@@ -34,7 +34,7 @@ KEEPS = 1.25
 MOST_BUSY = 0.95
 """Largest share of a specialist's time that long prefills count for: predicted work may exceed the time."""
 ABSENT_S = 10.0
-"""A specialist that was no candidate for this long is replaced."""
+"""An instance is no part of the fleet any more after HEAVY requests could not use it for so long, nor any other one."""
 SETTLED_S = 60.0
 """No specialist is added before both bounds held for this long, after the first decision too. The working set falls for
 seconds where contexts are evicted, since those found evicted are not kept any longer.
@@ -55,10 +55,9 @@ class FleetLoad(NamedTuple):
     """Share of the fleet's time that recomputing evicted contexts takes."""
 
     @classmethod
-    def of(cls, views: Sequence[InstanceView], share: float, working_set_tokens: int, lost_share: float) -> FleetLoad:
-        """Load of these instances together."""
-        pools = [view.kv_capacity_tokens for view in views]
-        return cls(share, len(views), working_set_tokens, sum(pools) if all(pools) else 0, lost_share)
+    def of(cls, pools: Collection[int], share: float, working_set_tokens: int, lost_share: float) -> FleetLoad:
+        """Load of the instances with these KV pools together."""
+        return cls(share, len(pools), working_set_tokens, sum(pools) if all(pools) else 0, lost_share)
 
 
 def wanted(current: int, load: FleetLoad, *, settled: bool = True) -> int:
@@ -66,19 +65,23 @@ def wanted(current: int, load: FleetLoad, *, settled: bool = True) -> int:
 
     ``settled``: there may be one more.
 
-    ``round(SHARE * share)``, damped by ``MARGIN``; at most ``max(1, instances // PER_INSTANCES)``, none in a fleet of
-    fewer than ``LEAST_INSTANCES``. The work that the others take over must fit: none while the working set exceeds
-    ``ROOM`` of their pools, or while contexts are evicted and recomputed.
+    ``round(SHARE * share)``, damped by ``MARGIN``; at most ``most`` of the fleet. The work that the others take over
+    must fit: none while the working set exceeds ``ROOM`` of their pools, or while contexts are evicted and recomputed.
     """
     number = current
     if settled and SHARE * load.share > current + 0.5:
         number += 1
     elif SHARE * load.share < current - 0.5 - MARGIN:
         number -= 1
-    number = min(number, max(1, load.instances // PER_INSTANCES)) if load.instances >= LEAST_INSTANCES else 0
+    number = min(number, most(load.instances))
     while number and not bearable(number, load, KEEPS if number <= current else 1.0):
         number -= 1
     return number
+
+
+def most(instances: int) -> int:
+    """Largest number of specialists among so many instances."""
+    return max(1, instances // PER_INSTANCES) if instances >= LEAST_INSTANCES else 0
 
 
 def bearable(number: int, load: FleetLoad, factor: float = 1.0) -> bool:
@@ -140,8 +143,12 @@ class Specialists:
         self._began_s: float | None = None
         self._unsettled_s = 0.0
         """Time when a bound did not hold last, or of the first decision."""
-        self._seen_s: dict[str, float] = {}
-        """Time when each specialist was a candidate last."""
+        self._pools: dict[str, int] = {}
+        """KV pools of the fleet, by instance."""
+        self._missed_s: dict[str, float] = {}
+        """Time of the first HEAVY request that could not use an instance of the fleet, if none could use it since."""
+        self._long_s: dict[str, float] = {}
+        """Time of the last HEAVY request that could use an instance."""
 
     def began(self, now_s: float) -> None:
         """Note the time of the first decision, from which shares are counted. Later calls do nothing."""
@@ -179,30 +186,61 @@ class Specialists:
         weight, work = self._weight(now_s) if self.names else 0.0, self._work_on_s
         return {name: 1 / (1 - min(MOST_BUSY, work.get(name, _NOTHING).at(now_s) * weight)) for name in self.names}
 
-    def update(self, views: Sequence[InstanceView], load: FleetLoad, now_s: float) -> None:
-        """Change the designation by the candidates of a decision and the load of the fleet. O(n)."""
-        present = {view.instance for view in views}
-        self._seen_s = {name: now_s if name in present else seen_s for name, seen_s in self._seen_s.items()}
-        here = [name for name in self.names if now_s - self._seen_s[name] <= ABSENT_S]
-        current = len(self.names)
+    def pools(self, views: Sequence[InstanceView], now_s: float, *, heavy: bool) -> Collection[int]:
+        """KV pools of the fleet, which has the candidates of this request and of recent ones. O(n).
+
+        One request may be bound to few: a retry, a stored response, another model. Requests that are not HEAVY remove
+        none, since those that are may come seldom.
+        """
+        own = {view.instance: view.kv_capacity_tokens for view in views}
+        if self._pools.keys() <= own.keys():  # nearly always: this runs for every request
+            self._pools, self._missed_s = own, {}
+            return own.values()
+        missing, missed_s = self._pools.keys() - own.keys(), self._missed_s
+        if heavy:
+            missed_s = {name: missed_s.get(name, now_s) for name in missing}
+            missing = {name for name in missing if now_s - missed_s[name] <= ABSENT_S}
+        self._missed_s = {name: missed_s[name] for name in missing if name in missed_s}
+        self._pools = {**{name: pool for name, pool in self._pools.items() if name in missing}, **own}
+        return self._pools.values()
+
+    def update(self, views: Sequence[InstanceView], load: FleetLoad, now_s: float, *, heavy: bool) -> None:
+        """Change the designation by the candidates of a decision and the load of the fleet. O(n).
+
+        New ones are candidates of this request, if these permit one more, that HEAVY requests of the last
+        ``HALF_LIFE_S`` could use too: others may serve a model that has no long prompts. ``load`` is that of ``pools``
+        with the same candidates.
+        """
+        if heavy:
+            self._long_s |= dict.fromkeys([view.instance for view in views], now_s)
+        former = set(self.names)
+        unfit = [view.instance for view in views if view.instance in former and not may_specialise(view)]
+        names = [name for name in self.names if name not in unfit]
+        here = [name for name in names if name in self._pools]
+        current = len(names)
         if not bearable(current + 1, load):
             self._unsettled_s = now_s
         number = wanted(current, load, settled=now_s - self._unsettled_s >= SETTLED_S)
-        self._set(designated(here, number, views), now_s)
+        chosen = tuple(here[:number])
+        if number > len(here):
+            more = max(0, most(len(views)) - sum([view.instance in here for view in views]))
+            long = [view for view in views if now_s - self._long_s.get(view.instance, -inf) <= HALF_LIFE_S]
+            chosen = designated(here, min(number, len(here) + more), long)
+        absent = [name for name in names if name not in self._pools]
+        self.names = (*chosen, *absent[: number - len(chosen)])
 
     def forget(self, instance: str) -> None:
         """The instance left the fleet."""
         self.restarted(instance)
-        self._set(tuple([name for name in self.names if name != instance]), self._work_s.at_s)
+        self._pools.pop(instance, None)
+        self._missed_s.pop(instance, None)
+        self._long_s.pop(instance, None)
+        self.names = tuple([name for name in self.names if name != instance])
 
     def restarted(self, instance: str) -> None:
         """The instance has lost its contexts, and what it was computing."""
         self.contexts.lost(instance)
         self._work_on_s.pop(instance, None)
-
-    def _set(self, names: tuple[str, ...], now_s: float) -> None:
-        self.names = names
-        self._seen_s = {name: self._seen_s.get(name, now_s) for name in names}
 
     def _weight(self, now_s: float) -> float:
         """Factor that makes a share of time of a decaying sum of seconds; 0 at the first decision."""

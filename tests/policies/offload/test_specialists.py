@@ -83,10 +83,18 @@ def test_specialists_are_those_that_can_send_then_the_instances_with_the_fewest_
     assert designated((), 1, views[3:]) == ("plain",), "a fleet without KV roles has specialists too"
 
 
+def decided(
+    book: Specialists, views: tuple[InstanceView, ...], now_s: float, heavy: bool = True, **fields: float
+) -> tuple[str, ...]:
+    """Specialists after a decision among ``views``, on the load of the fleet and at its share of long prefills."""
+    instances = len(book.pools(views, now_s, heavy=heavy))
+    book.update(views, load(fields.pop("share", book.share(now_s)), instances, **fields), now_s, heavy=heavy)
+    return book.names
+
+
 def updated(book: Specialists, now_s: float, share_s: float = 1e4, names: int = 8, **fields: float) -> tuple[str, ...]:
     book.prefilled("inst-0", share_s, now_s)
-    book.update(idle(names), load(book.share(now_s), names, **fields), now_s)
-    return book.names
+    return decided(book, idle(names), now_s, True, **fields)
 
 
 def test_the_share_is_of_time_and_right_from_the_start() -> None:
@@ -108,8 +116,8 @@ def test_a_specialist_stretches_answers_by_the_share_of_its_time_that_long_prefi
         book.prefilled("inst-0", 0.5, float(second))
         book.prefilled("inst-1", 9.0, float(second))
     assert book.stretches(600.0) == {}, "there are none"
-    book.update(idle(8), load(book.share(600.0), 8), 600.0)
-    book.update(idle(8), load(book.share(600.0), 8), 600.0)
+    for _ in range(2):
+        decided(book, idle(8), 600.0)
     stretches = book.stretches(600.0)
     assert list(stretches) == ["inst-0", "inst-1"] == list(book.names)
     assert stretches["inst-0"] == pytest.approx(2.0, rel=0.02)
@@ -135,13 +143,68 @@ def test_one_that_is_no_candidate_for_long_or_left_is_replaced() -> None:
     book = Specialists()
     book.began(0.0)
     assert updated(book, 100.0, names=4) == ("inst-0",)
-    rest = idle(4)[1:]
-    book.update(rest, load(9.0, 4), 100.0 + ABSENT_S)
-    assert book.names == ("inst-0",)
-    book.update(rest, load(9.0, 4), 101.0 + ABSENT_S)
-    assert book.names == ("inst-1",)
+    rest = idle(5)[1:]
+    assert decided(book, rest, 200.0, share=9.0) == ("inst-0",)
+    assert decided(book, rest, 200.0 + ABSENT_S, share=9.0) == ("inst-0",)
+    assert decided(book, rest, 201.0 + ABSENT_S, share=9.0, heavy=False) == ("inst-0",)
+    assert decided(book, rest[:3], 201.0 + ABSENT_S, share=9.0) == ("inst-0",), "none of these may be one"
+    assert decided(book, rest, 201.0 + ABSENT_S, share=9.0) == ("inst-1",)
     book.forget("inst-1")
     assert book.names == ()
+
+
+def test_one_that_few_requests_can_use_stays() -> None:
+    book = Specialists()
+    book.began(0.0)
+    assert updated(book, 100.0, names=4) == ("inst-0",)
+    for turn in range(1, 9):
+        now_s, bound = 100.0 + turn * 0.9 * ABSENT_S, idle(4)[turn % 3 + 1 :]
+        assert decided(book, bound, now_s, share=0.9, heavy=turn % 4 != 0) == ("inst-0",), "a retry"
+        assert turn % 2 or decided(book, idle(4), now_s, share=0.9, heavy=False) == ("inst-0",)
+    model = tuple([InstanceView(f"other-{number}", role=Role.KV_BOTH) for number in range(2)])
+    for second in range(200, 400):
+        assert decided(book, model, float(second), share=0.9, heavy=False) == ("inst-0",), "long prompts come seldom"
+
+
+def test_one_is_added_where_long_prompts_may_run_and_only_if_the_candidates_are_enough() -> None:
+    book = Specialists()
+    book.began(0.0)
+    chat = tuple([InstanceView(f"chat-{number}", role=Role.KV_BOTH) for number in range(8)])
+    busy = tuple([view._replace(requests=9) for view in idle(8)])
+    assert decided(book, chat, 100.0, share=9.0, heavy=False) == ()
+    assert decided(book, busy[:3], 100.0, share=9.0) == ()
+    assert decided(book, busy, 100.0, share=9.0) == ("inst-0",)
+    assert decided(book, chat, 100.0, share=9.0, heavy=False) == ("inst-0",)
+    assert decided(book, busy[:7], 100.0, share=9.0) == ("inst-0",), "one of seven"
+    assert decided(book, busy, 161.0, share=9.0, heavy=False) == ("inst-0",), "long prompts may have ended"
+    assert decided(book, busy, 160.0, share=9.0, heavy=False) == ("inst-0", "inst-1")
+    assert decided(book, busy, 100.0, share=9.0) == ("inst-0", "inst-1"), "two of eight, though the fleet has sixteen"
+    assert decided(book, chat, 100.0, share=9.0) == ("inst-0", "inst-1", "chat-0"), "this model has long ones too"
+    assert decided(book, chat[:1], 100.0, share=0.0, heavy=False) == ("inst-0", "inst-1"), "any may remove one"
+
+
+def test_the_bounds_are_those_of_all_instances_that_any_request_may_use() -> None:
+    state, names = fleet_state(8, 1_000_000)
+    for second in range(200):
+        request = ask_new(second, 60_000, session_id=f"s-{second % 20}")._replace(request_id=f"heavy-{second}")
+        route(state, request, names, float(second), names[second % 8])
+    assert len(state.specialists.names) == 2
+    for second in range(200, 260):
+        few = ask_new(second, 300)._replace(request_id=f"few-{second}")
+        route(state, few, names[:2], float(second), names[0])
+        if second % 15 == 0:
+            heavy = ask_new(second, 60_000, session_id="s-0")._replace(request_id=f"heavy-{second}")
+            route(state, heavy, names, float(second), names[second % 8])
+        assert len(state.specialists.names) == 2
+
+
+def test_one_whose_role_changes_is_none_any_more() -> None:
+    book = Specialists()
+    book.began(0.0)
+    assert updated(book, 100.0) == ("inst-0",)
+    assert updated(book, 101.0) == ("inst-0", "inst-1")
+    changed = (idle(1)[0]._replace(role=Role.KV_CONSUMER), *idle(8)[1:])
+    assert decided(book, changed, 102.0) == ("inst-1", "inst-2")
 
 
 def test_a_retry_is_no_return_and_its_long_prefill_counts_once() -> None:
