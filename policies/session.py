@@ -41,7 +41,7 @@ def with_room(request: RequestView, fleet: FleetSnapshot, room_on: frozenset[str
     """The fleet less instances without room, unless they have most of the prompt cached; all if none is left."""
     enough = CACHED_SHARE * request.prompt_tokens
     views = tuple([view for view in fleet.instances if view.instance in room_on or view.cached_tokens >= enough])
-    return fleet._replace(instances=views) if views else fleet
+    return _among(views, fleet) if views else fleet
 
 
 def with_part(fleet: FleetSnapshot, part: frozenset[str]) -> FleetSnapshot:
@@ -59,7 +59,16 @@ def with_part(fleet: FleetSnapshot, part: frozenset[str]) -> FleetSnapshot:
     if len(longer) > LONE_HOLDERS:
         longer = [name for name in longer if name == fleet.pinned]
     kept = tuple([view for view in fleet.instances if view.instance in part or view.instance in longer])
-    return fleet._replace(instances=kept)
+    return _among(kept, fleet)
+
+
+def _among(kept: tuple[InstanceView, ...], fleet: FleetSnapshot) -> FleetSnapshot:
+    """The fleet with these candidates only; the others may not prefill either, and those that only prefill stay."""
+    if not fleet.prefill_instances:
+        return fleet._replace(instances=kept)
+    left_out = {view.instance for view in fleet.instances} - {view.instance for view in kept}
+    senders = tuple([view for view in fleet.prefill_instances if view.instance not in left_out])
+    return fleet._replace(instances=kept, prefill_instances=senders)
 
 
 class LegTime(NamedTuple):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from policies.admission.base import NO_INSTANCES
 from policies.classes import ClassThresholds
 from policies.offload.never import Never
 from policies.replicas.parts import LEAST_INSTANCES, part_of
+from policies.routing.joint import Joint
 from policies.routing.warm import Warm
-from policies.session import RoutingSession, with_part
+from policies.session import RoutingSession, with_part, with_room
 from policies.snapshot import FleetSnapshot
 from policies.state import FleetState
-from policies.types import InstanceView
+from policies.types import InstanceView, Role, Transport
 from tests.policies.builders import ask_new
 
 INSTANCES = frozenset(f"inst-{number}" for number in range(100))
@@ -74,6 +76,38 @@ def test_routing_places_new_work_on_the_part_and_turns_where_their_prefix_is() -
     routing.part = PART
     placed = {routing.route(ask_new(n, 32_000), state.instances, (), 1.0).decision.decode_on for n in range(2, 30)}
     assert placed == PART
+
+
+def test_an_instance_that_is_left_out_does_not_prefill_for_another_either() -> None:
+    names = [f"inst-{number}" for number in range(20)]
+    producer = InstanceView("only-prefills", role=Role.KV_PRODUCER)
+    views = fleet_of({}).instances
+    fleet = FleetSnapshot(views, prefill_instances=(*views, producer))
+    for left in (with_part(fleet, PART), with_room(ask_new(1), fleet, PART)):
+        assert [view.instance for view in left.instances] == names[:10]
+        assert [view.instance for view in left.senders] == [*names[:10], "only-prefills"]
+
+
+def test_a_long_prompt_is_not_prefilled_outside_the_part() -> None:
+    state = FleetState()
+    for number in range(20):
+        state.add_instance(f"inst-{number}", Role.KV_BOTH, "host", Transport.NVLINK)
+    state.add_instance("only-prefills", Role.KV_PRODUCER, "host", Transport.NVLINK)
+    for name in state.instances:
+        state.set_capacity(name, 2_000_000, 16.0)
+    routing = RoutingSession(state, Joint(), Never(), ClassThresholds())
+    for name in PART:  # each hand-off pays: streams decode on all of the part, and the producer has a queue
+        for _ in range(12):
+            state.ledger.acquire(name, 0, 20_000, 0.0).first_token()
+    state.ledger.acquire("only-prefills", 240_000, 240_000, 0.0)
+    decoders = set(state.instances) - state.producers
+    prefilled_on: list[str] = []
+    for part, room in ((NO_INSTANCES, NO_INSTANCES), (PART, NO_INSTANCES), (NO_INSTANCES, PART)):
+        routing.part = part
+        routed = routing.route(ask_new(len(prefilled_on), 60_000), decoders, state.producers, 0.0, room)
+        prefilled_on.append(routed.decision.prefill_on or routed.decision.decode_on)
+    assert prefilled_on[0] not in PART
+    assert PART.issuperset(prefilled_on[1:])
 
 
 def test_room_counts_before_the_part() -> None:
