@@ -12,7 +12,7 @@ from policies.costs.transfers import Transfers
 from policies.offload.base import may_receive, sends_to
 from policies.pool import tokens_over
 from policies.routing.base import Pick, longest_cached, require
-from policies.routing.warm import Terms, Warm, queues_s
+from policies.routing.warm import Prices, Terms, Warm, queues_s
 from policies.snapshot import FleetColumns, FleetSnapshot
 from policies.types import Choice, InstanceView, OffloadPlan, OffloadReason, Reason, RequestView
 
@@ -93,8 +93,8 @@ class Migrate(Warm):
         if home is not None:
             terms = prices.terms(home)
             load_s = self._load(terms[0], terms[2], columns.requests[home])
-            if self._may_be_overloaded(load_s, home, columns, prices.model):
-                queues = queues_s(columns, prices.model)
+            if self._may_be_overloaded(load_s, home, fleet, columns, prices.model):
+                queues = self._queues(request, fleet, columns, prices)
                 loads = self._loads(queues, self._rooms(request, columns), columns.requests)
                 if self._is_overloaded(home, loads):
                     stay_s = prices.of(place) + self.stream_s * columns.requests[place]
@@ -103,17 +103,33 @@ class Migrate(Warm):
                         return Pick(columns.instance.index(found.target), Reason.SESSION_MIGRATED)
         return Pick(place, Reason.LOWEST_SCORE)
 
-    def _may_be_overloaded(self, load_s: float, home: int, columns: FleetColumns, model: PrefillModel) -> bool:
+    def _queues(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns, prices: Prices) -> list[float]:
+        """The term ``queue`` of every candidate."""
+        return [
+            self.waits_s(full_s, view, prices.own_s(view.cached_tokens), fleet, request.has_priority)
+            if view.queue
+            else full_s
+            for view, full_s in zip(fleet.instances, queues_s(columns, prices.model), strict=True)
+        ]
+
+    def _may_be_overloaded(
+        self, load_s: float, home: int, fleet: FleetSnapshot, columns: FleetColumns, model: PrefillModel
+    ) -> bool:
         """False if a home of this load is not overloaded even if the others' loads are the least that they can be.
 
-        Their queues are at least half of the time of the tokens alone, and nothing need lack room.
+        Their queues are at least half of the time of the tokens alone, less what this request may overtake where
+        engines order prefills, and nothing need lack room.
         """
+        if load_s <= self.overload_s:
+            return False
+        ordered = self.slowdown > 0 and any(view.queue for view in fleet.instances)
+        least = 0.5 * (1 - self.overtakes) if ordered else 0.5
         requests, pending, prefilling = columns.requests, columns.pending_prefill_tokens, columns.prefilling
         queued = sum([tokens for tokens, each in zip(pending, prefilling, strict=True) if each])
         others_s = self.stream_s * (sum(requests) - requests[home])
-        others_s += 0.5 * model.least_s_per_token * (queued - (pending[home] if prefilling[home] else 0))
+        others_s += least * model.least_s_per_token * (queued - (pending[home] if prefilling[home] else 0))
         others_s -= _ROUNDING * (others_s + load_s)  # the sums of the exact loads have another order
-        return self.overload_s < load_s and load_s * (len(requests) - 1) > self.overload_factor * others_s
+        return load_s * (len(requests) - 1) > self.overload_factor * others_s
 
     def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
         choice = Warm.choose(self, request, fleet)

@@ -16,7 +16,17 @@ from policies.registry import PolicyParameterError, make_routing
 from policies.routing.migrate import Migrate
 from policies.routing.warm import Warm
 from policies.snapshot import FleetColumns, FleetSnapshot
-from policies.types import Connector, InstanceView, OffloadPlan, OffloadReason, Reason, RequestView, Role, Transport
+from policies.types import (
+    Connector,
+    InstanceView,
+    OffloadPlan,
+    OffloadReason,
+    QueuedPrefill,
+    Reason,
+    RequestView,
+    Role,
+    Transport,
+)
 from tests.policies.builders import ask, cases, fleet_of, score_of
 
 PROMPT = 60_000
@@ -103,6 +113,17 @@ def test_between_the_thresholds_nothing_moves_either_way() -> None:
     # Loads that have changed places: the old home still has the prefix, so the session returns.
     back = fleet(view("home", 2, cached_tokens=CACHED), view("b", 24, cached_tokens=CACHED), pinned="b")
     assert Migrate().choose(TURN, back).instance == "home"
+
+
+def test_a_target_whose_queue_is_overtaken_is_light_with_and_without_the_scores() -> None:
+    """The home has less to do than the target, but the turn overtakes nearly all that waits there."""
+    queue = (QueuedPrefill(0.0, 0.1), QueuedPrefill(500.0, 10.0))
+    busy = view("b", 2, prefilling=2, pending_prefill_tokens=400_000, queue=queue)
+    for overtakes, instance in ((1.0, "b"), (0.0, "home")):
+        snapshot, policy = fleet(HOME, busy), Migrate(overtakes=overtakes)
+        assert policy.choose(TURN, snapshot).instance == instance
+        place = policy.quick(TURN, snapshot, FleetColumns.of(snapshot.instances)).place
+        assert snapshot.instances[place].instance == instance
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from policies.snapshot import FleetColumns, FleetSnapshot
 from policies.types import Connector, OffloadReason, Reason, RequestView, Role, Transport
 from tests.policies.builders import ask
 from tests.policies.offload.test_few_are_priced import drawn_costs, drawn_view
+from tests.policies.routing.test_joint_exhaustive import with_queue
 
 LOOSE: dict[str, Any] = {"overload_s": 0.0, "overload_factor": 1.0, "affinity_gate": 0.1, "min_cached_tokens": 1}
 PARAMS: tuple[dict[str, Any], ...] = (
@@ -25,6 +26,8 @@ PARAMS: tuple[dict[str, Any], ...] = (
     {**LOOSE, "stream_s": 0.0, "min_gain_s": 0.0},
     {"hold_s": 0.0, "learned": False, "stream_s": 0.05, "overload_s": 0.2},
     {"overload_factor": 1.5, "max_in_flight": 1, "min_gain_s": 3.0},
+    {**LOOSE, "overload_factor": 2.0, "overtakes": 1.0},
+    {**LOOSE, "slowdown": 0.0},
 )
 
 
@@ -50,7 +53,9 @@ def drawn(draw: random.Random) -> tuple[RequestView, FleetSnapshot]:
             )
         home = draw.randrange(size)
         views[home] = views[home]._replace(requests=busy, cached_tokens=prompt * 9 // 10, **able)
-    request = ask(prompt, max_tokens=draw.randint(1, 8_000), session_id="s")
+    if draw.random() < 0.5:
+        views = [with_queue(draw, view) for view in views]
+    request = ask(prompt, max_tokens=draw.randint(1, 8_000), session_id="s", has_priority=draw.random() < 0.8)
     return request._replace(may_offload=draw.random() < 0.95), FleetSnapshot(
         tuple(views),
         sequence=draw.randint(0, 99),
@@ -64,7 +69,13 @@ def drawn(draw: random.Random) -> tuple[RequestView, FleetSnapshot]:
 def exhaustive(policy: Migrate, request: RequestView, fleet: FleetSnapshot) -> tuple[str, str | None, str]:
     """D, P (or None) and the result of looking at every instance, by the docstring."""
     views, costs = fleet.instances, fleet.costs or Costs()
-    warm = Warm(policy.others_weight, hold_s=policy.hold_s, learned=policy.learned).choose(request, fleet)
+    warm = Warm(
+        policy.others_weight,
+        hold_s=policy.hold_s,
+        learned=policy.learned,
+        slowdown=policy.slowdown,
+        overtakes=policy.overtakes,
+    ).choose(request, fleet)
     stays = warm.instance, None
     if not request.may_offload:
         return *stays, "cannot"
