@@ -133,7 +133,7 @@ class Simulation:
         exchange.prefill_instance = prefill.instance
         self._begin(exchange, SimulatedLeg.PREFILL)
         if self._too_long(prefill.instance, request):
-            self._prefill_failed(exchange, OffloadReason.FELL_BACK_P_ERROR, "P answered 400")
+            self._prefill_failed(exchange, OffloadReason.FELL_BACK_P_ERROR, "P answered 400", refused=True)
             return
         self._submit(exchange, 1, KvTransfer(do_remote_decode=True, transfer_id=request.request_id))
         bound_s = self._bounds.prefill_timeout_s
@@ -255,7 +255,7 @@ class Simulation:
         assert prefill_on is not None
         self._router.computed(exchange, prefill_on, event.time_s)
         if self._too_long(exchange.decision.decode_on, request):
-            self._fall_back(exchange, OffloadReason.FELL_BACK_D_ERROR, "D answered 400")
+            self._fall_back(exchange, OffloadReason.FELL_BACK_D_ERROR, "D answered 400", refused=True)
             return
         transfer = KvTransfer(
             do_remote_prefill=True,
@@ -273,10 +273,12 @@ class Simulation:
         self._stop_leg(exchange)
         self._prefill_failed(exchange, OffloadReason.FELL_BACK_P_TIMEOUT, f"P leg took over {bound_s:g} s")
 
-    def _prefill_failed(self, exchange: SimulatedExchange, reason: OffloadReason, message: str) -> None:
+    def _prefill_failed(
+        self, exchange: SimulatedExchange, reason: OffloadReason, message: str, *, refused: bool = False
+    ) -> None:
         # It is unknown how much P computed: assume nothing.
         exchange.commitment.retract(exchange.leg_instance)
-        self._fall_back(exchange, reason, message)
+        self._fall_back(exchange, reason, message, refused=refused)
 
     def _decode_late(self, exchange: SimulatedExchange, bound_s: float) -> None:
         """Give up a pull. It stays open until its first token or a further bound, as in the proxy."""
@@ -300,10 +302,16 @@ class Simulation:
         del self._open[exchange.leg_id]
         self._fall_back(exchange, reason, message)
 
-    def _fall_back(self, exchange: SimulatedExchange, reason: OffloadReason, message: str) -> None:
-        """Count the failure by its reason and run the request co-located on D."""
+    def _fall_back(
+        self, exchange: SimulatedExchange, reason: OffloadReason, message: str, *, refused: bool = False
+    ) -> None:
+        """Count the failure by its reason and run the request co-located on D.
+
+        ``refused``: an engine found the prompt too long. D refuses it too, as all have the same limit, so the pair has
+        not failed.
+        """
         decision = exchange.decision
-        self._router.routing_of(exchange).fell_back(exchange.commitment, self._fleet.now_s)
+        self._router.routing_of(exchange).fell_back(exchange.commitment, self._fleet.now_s, refused=refused)
         self._router.changed(exchange, self._fleet.now_s)
         attempt = {"instance": decision.prefill_on, "error": message, "offload": reason.value}
         exchange.attempts = [*(exchange.attempts or ()), attempt]

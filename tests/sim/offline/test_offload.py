@@ -113,6 +113,15 @@ def test_a_consumer_that_rejects_the_prompt_differs_from_one_that_fails() -> Non
     assert not result.run.records[0].ok
 
 
+def test_a_refused_prompt_does_not_break_the_pair() -> None:
+    """All engines have the same limit, so D refuses it too: the client is at fault."""
+    trace = trace_of(*[conversation((float(n), 500, 20), session=f"s-{n}", first_id=n) for n in range(12)])
+    options: dict[str, Any] = {"role": Role.KV_BOTH, "instances": 2, "max_model_len": 20_000, "decisions": True}
+    result = run(trace, "session_sticky", "threshold", ALWAYS, **options)
+    assert {row["status"] for row in result.decisions} == {400}
+    assert offloads(result) == {"fell_back_p_error": 12}
+
+
 @pytest.mark.parametrize("policy", ["round_robin", "session_sticky"])
 @pytest.mark.parametrize("planner", ["threshold", "cost_model"])
 def test_under_load_nothing_is_left_behind(policy: str, planner: str) -> None:
