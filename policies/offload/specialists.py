@@ -27,6 +27,10 @@ MARGIN = 0.25
 """The number shrinks only when the wanted one is this far below the edge of rounding."""
 ROOM = 0.8
 """Share of the pools of the other instances that the working set may fill: they do not fill evenly."""
+FULLEST = 0.65
+"""Share of all pools that the working set may fill when a specialist is added: its estimate is low while caches fill,
+and in a large fleet nearly all pools are the others' (docs/decisions/0020-joint-placement.md).
+"""
 MOST_LOST = 0.05
 """Share of the fleet's time that recomputing evicted contexts may take."""
 KEEPS = 1.25
@@ -66,10 +70,11 @@ def wanted(current: int, load: FleetLoad, *, settled: bool = True) -> int:
     ``settled``: there may be one more.
 
     ``round(SHARE * share)``, damped by ``MARGIN``; at most ``most`` of the fleet. The work that the others take over
-    must fit: none while the working set exceeds ``ROOM`` of their pools, or while contexts are evicted and recomputed.
+    must fit: none while the working set exceeds ``ROOM`` of their pools, or while contexts are evicted and recomputed;
+    and one more only while it is within ``FULLEST`` of all pools.
     """
     number = current
-    if settled and SHARE * load.share > current + 0.5:
+    if settled and SHARE * load.share > current + 0.5 and load.working_set_tokens <= FULLEST * load.pool_tokens:
         number += 1
     elif SHARE * load.share < current - 0.5 - MARGIN:
         number -= 1

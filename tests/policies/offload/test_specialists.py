@@ -6,6 +6,7 @@ import pytest
 
 from policies.offload.specialists import (
     ABSENT_S,
+    FULLEST,
     KEEPS,
     MOST_BUSY,
     MOST_LOST,
@@ -54,12 +55,19 @@ def test_the_size_of_the_fleet_bounds_it(instances: int, most: int) -> None:
 
 
 def test_the_working_set_must_fit_the_pools_of_the_others() -> None:
-    others = 7 * POOL
-    assert wanted(0, load(4.0, working_set_tokens=int(ROOM * others))) == 1
-    assert wanted(0, load(4.0, working_set_tokens=int(ROOM * others) + 1)) == 0
-    assert wanted(1, load(4.0, working_set_tokens=int(KEEPS * ROOM * others))) == 1
-    assert wanted(1, load(4.0, working_set_tokens=int(KEEPS * ROOM * others) + 1)) == 0
-    assert wanted(0, load(4.0, pool_tokens=0, working_set_tokens=1)) == 0
+    others = 3 * POOL
+    assert wanted(0, load(4.0, 4, working_set_tokens=int(ROOM * others))) == 1
+    assert wanted(0, load(4.0, 4, working_set_tokens=int(ROOM * others) + 1)) == 0
+    assert wanted(1, load(4.0, 4, working_set_tokens=int(KEEPS * ROOM * others))) == 1
+    assert wanted(1, load(4.0, 4, working_set_tokens=int(KEEPS * ROOM * others) + 1)) == 0
+    assert wanted(0, load(4.0, 4, pool_tokens=0, working_set_tokens=1)) == 0
+
+
+def test_none_is_added_to_a_large_fleet_whose_pools_fill() -> None:
+    fullest, fits = int(FULLEST * 16 * POOL), int(ROOM * 14 * POOL)
+    assert fullest < fits
+    assert [wanted(1, load(4.0, 16, working_set_tokens=tokens)) for tokens in (fullest, fullest + 1, fits)] == [2, 1, 1]
+    assert [wanted(0, load(4.0, 16, working_set_tokens=tokens)) for tokens in (fullest, fullest + 1, fits)] == [1, 0, 0]
 
 
 def test_there_are_none_while_contexts_are_recomputed() -> None:
