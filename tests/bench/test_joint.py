@@ -148,6 +148,25 @@ def test_the_page_on_elastic_prefill_shows_more_sessions_of_claude_code(kept: st
     assert not any(each.warm.failed or each.joint.failed for each in played)
 
 
+@pytest.mark.parametrize(
+    ("kept", "title", "worse"),
+    [
+        ("joint-claude-fleets.json", "4 and 16 instances, `h200`", []),
+        ("joint-claude-fleets-h200-128.json", "4 and 16 instances, `h200-nvlink-128`", ["1.16", "1.07"]),
+    ],
+)
+def test_the_page_on_elastic_prefill_shows_claude_code_on_small_and_large_fleets(
+    kept: str, title: str, worse: list[str]
+) -> None:
+    played = cells(kept)
+    assert f"{title}:\n\n" + "\n".join(summary_of(played, chosen_on=False)) in ELASTIC
+    assert [line.partition(": TPOT p90 ")[2][:4] for line in harmed(played)] == worse
+    assert {each.cell.fleet for each in played} == {4, 16}
+    assert len(played) == 48
+    assert not any(each.warm.failed or each.joint.failed for each in played)
+    assert all(each.joint == each.warm for each in played if each.cell.pool == 1)
+
+
 def test_what_the_page_on_elastic_prefill_says_of_claude_code() -> None:
     kept = [cells(name) for name in ("joint-claude.json", "joint-claude-h200-128.json")]
     roomy = [sum("pool 4" in line for line in harmed(played)) for played in kept]
