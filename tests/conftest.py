@@ -233,11 +233,12 @@ def _made_once() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _log_levels() -> Iterator[None]:
-    """The levels that a proxy served in this process has set, or reloaded, do not reach the next test."""
+def _levels_and_signals() -> Iterator[None]:
+    """Levels of logs and the blocked SIGHUP of a proxy that began in this process do not reach the next test."""
     loggers = [logging.getLogger(name) for name in ("", "uvicorn", "uvicorn.error", "httpx", "httpcore", "asyncio")]
-    before = [logger.level for logger in loggers]
+    before, blocked = [logger.level for logger in loggers], signal.pthread_sigmask(signal.SIG_BLOCK, ())
     yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     for logger, level in zip(loggers, before, strict=True):
         if logger.level != level:  # to set one looks at every logger there is
             logger.setLevel(level)
