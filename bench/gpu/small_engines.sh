@@ -16,12 +16,13 @@
 # FIRST_PORT (8001; those of events and hand-over are 1000 and more above), TRANSFER (default none; tcp or nvlink: engines
 # that hand over KV with Mooncake, for the hand-offs of joint), SCHEDULING (default fcfs; priority: the engines compute
 # waiting prompts in the order that the proxy gives), MPS (0; 1: an engine has 1/PER_GPU of the GPU's multiprocessors for
-# itself by CUDA's Multi-Process Service, instead of all of them in turns), LONG_PREFILL (0; most tokens of a step for one
-# prompt), MAX_NUM_SEQS (32; requests that an engine computes together), and SIMULATED=1 (simulated engines of the same
-# pool and blocks instead, to rehearse without a GPU; ENGINE_SPEED times as fast, timed by the hardware profile PROFILE,
-# h20).
+# itself by CUDA's Multi-Process Service, instead of all of them in turns), PARTS (with MPS=1: percentages of a GPU's
+# multiprocessors, one for each of its PER_GPU engines, such as 40,40,10,10: engines of different speed), LONG_PREFILL
+# (0; most tokens of a step for one prompt), MAX_NUM_SEQS (32; requests that an engine computes together), and SIMULATED=1
+# (simulated engines of the same pool and blocks instead, to rehearse without a GPU; ENGINE_SPEED times as fast, timed by
+# the hardware profile PROFILE, h20).
 set -euo pipefail
-[ $# -eq 1 ] || { sed -n '2,22p' "$0"; exit 2; }
+[ $# -eq 1 ] || { sed -n '2,23p' "$0"; exit 2; }
 output=$(mkdir -p "$1" && cd "$1" && pwd)
 cd "$(dirname "$0")/../.."
 python=${ENGINE_PYTHON:-python3} model=${MODEL:-Qwen/Qwen3-0.6B} per_gpu=${PER_GPU:-4} longest=${MAX_MODEL_LEN:-130000}
@@ -36,6 +37,17 @@ fi
 scheduling=${SCHEDULING:-fcfs} threshold=${LONG_PREFILL:-0}
 case $scheduling in fcfs | priority) ;; *) echo "SCHEDULING: fcfs or priority"; exit 2 ;; esac
 case ${MPS:-0} in 0 | 1) ;; *) echo "MPS: 0 or 1"; exit 2 ;; esac
+IFS=, read -r -a parts <<< "${PARTS:-}"
+if [ -n "${PARTS:-}" ]; then
+  [ "${MPS:-0}" = 1 ] || { echo "PARTS needs MPS=1"; exit 2; }
+  sum=0
+  for part in "${parts[@]}"; do
+    [[ $part =~ ^[1-9][0-9]?$ ]] || { echo "PARTS: percentages from 1 to 99, separated by commas"; exit 2; }
+    sum=$((sum + part))
+  done
+  [ ${#parts[@]} = "$per_gpu" ] || { echo "PARTS: ${#parts[@]} values for PER_GPU=$per_gpu engines"; exit 2; }
+  [ "$sum" -le 100 ] || { echo "PARTS: $sum % of a GPU"; exit 2; }
+fi
 case $transfer in none) role=none ;; tcp | nvlink) role=kv_both ;; *) echo "TRANSFER: none, tcp or nvlink"; exit 2 ;; esac
 shape=$("$python" bench/gpu/engine_shape.py --model "$model" --longest "$longest" --pool-bytes "$pool_bytes" \
   --block-size "$block" --overrides "${HF_OVERRIDES:-{\}}" "${weights[@]}") || exit 2
@@ -50,7 +62,6 @@ if [ "${MPS:-0}" = 1 ] && [ -z "${SIMULATED:-}" ]; then
   mkdir -p "$output/mps"
   setsid nvidia-cuda-mps-control -f > "$output/mps.log" 2>&1 < /dev/null &
   mps=$!
-  export CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=$((100 / per_gpu))
   for ((i = 0; i < 100; i++)); do
     if [ -e "$output/mps/control" ] || ! kill -0 "$mps" 2> /dev/null; then break; fi
     sleep 0.1
@@ -82,6 +93,9 @@ for ((i = 0; i < count; i++)); do
       --scheduling-policy "$scheduling" --long-prefill-token-threshold "$threshold" --max-model-len "$longest" --max-num-seqs "${MAX_NUM_SEQS:-32}" --bootstrap-port $((first + 1200 + i)) --engine-speed "${ENGINE_SPEED:-1}" \
       --profile "${PROFILE:-h20}" --kv-events-port $((first + 1000 + i)) --kv-events-replay-port $((first + 1100 + i)) > "$output/engine-$i.log" 2>&1 < /dev/null &
   else
+    if [ "${MPS:-0}" = 1 ]; then
+      export CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=${parts[i % per_gpu]:-$((100 / per_gpu))}
+    fi
     CUDA_VISIBLE_DEVICES=$((i / per_gpu)) MASTER_PORT=$((first + 1300 + i)) VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 \
       setsid "$python" -m vllm.entrypoints.openai.api_server --model "$model" --served-model-name q \
       --host 127.0.0.1 --port $((first + i)) --load-format "${LOAD_FORMAT:-auto}" --generation-config vllm \

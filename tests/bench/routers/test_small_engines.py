@@ -112,6 +112,10 @@ def run(output: Path, **environment: str) -> subprocess.CompletedProcess[str]:
         ({"PROFILE": "h20"}, "set SIMULATED=1 too"),
         ({"ENGINE_SPEED": "2"}, "set SIMULATED=1 too"),
         ({"MPS": "25"}, "MPS: 0 or 1"),
+        ({"PARTS": "40,40,10,10"}, "PARTS needs MPS=1"),
+        ({"MPS": "1", "PARTS": "50,50"}, "PARTS: 2 values for PER_GPU=4 engines"),
+        ({"MPS": "1", "PARTS": "60,50,5,5"}, "PARTS: 120 % of a GPU"),
+        ({"MPS": "1", "PARTS": "50,,5,5"}, "PARTS: percentages from 1 to 99"),
     ],
 )
 def test_the_script_refuses_before_it_starts_an_engine(
@@ -123,8 +127,8 @@ def test_the_script_refuses_before_it_starts_an_engine(
     assert not (tmp_path / "pids").exists()
 
 
-@pytest.mark.parametrize("starts", [True, False])
-def test_engines_that_share_multiprocessors_end_with_their_service(starts: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("starts", "parts"), [(True, ""), (True, "40,40,10,10"), (False, "")])
+def test_engines_that_share_multiprocessors_end_with_their_service(starts: bool, parts: str, tmp_path: Path) -> None:
     service, engine, seen = tmp_path / "nvidia-cuda-mps-control", tmp_path / "python", tmp_path / "percentage"
     service.write_text(
         '#!/bin/sh\ntouch "$CUDA_MPS_PIPE_DIRECTORY/control"\nexec sleep 600\n'
@@ -133,7 +137,9 @@ def test_engines_that_share_multiprocessors_end_with_their_service(starts: bool,
     )
     engine.write_text(
         f'#!/bin/sh\ncase "$1" in *.py) exec {sys.executable} "$@" ;; esac\n'
-        f'echo "$CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" > {seen}\nexit 1\n'
+        # All have begun before the first one ends.
+        f'echo "$CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" >> {seen}\n'
+        f"until [ $(wc -l < {seen}) = 4 ]; do sleep 0.1; done\nexit 1\n"
     )
     for each in (service, engine):
         each.chmod(0o755)
@@ -142,6 +148,8 @@ def test_engines_that_share_multiprocessors_end_with_their_service(starts: bool,
         ended = run(
             output,
             MPS="1",
+            PARTS=parts,
+            FIRST_PORT=str(free_port()),
             PER_GPU="4",
             GPUS="1",
             LOAD_FORMAT="dummy",
@@ -153,7 +161,7 @@ def test_engines_that_share_multiprocessors_end_with_their_service(starts: bool,
         assert ("MPS did not start" in said, "no device" in said) == (not starts, not starts)
         assert seen.exists() == starts
         if starts:
-            assert seen.read_text() == "25\n"
+            assert sorted(seen.read_text().split()) == sorted(parts.split(",") if parts else ["25"] * 4)
             assert "instance 0 did not become ready" in said
             assert len((output / "pids").read_text().split()) == 5
 
