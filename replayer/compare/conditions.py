@@ -39,6 +39,7 @@ _WORTH_TELLING_OPTIONS = (
     "max_model_len",
     "transport",
     "slowdown",
+    "speeds",
     "arrival_jitter_s",
     "speed_sigma",
     "max_hold_s",

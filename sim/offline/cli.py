@@ -153,6 +153,10 @@ def simulate_command(
         float, typer.Option(callback=finite, min=0, max=1, help="Noise: log-normal sigma of the instances' step times.")
     ] = 0.0,
     slowdown: Annotated[float, typer.Option(callback=finite, help="Factor on the duration of every step.")] = 1.0,
+    speeds: Annotated[
+        str,
+        typer.Option(help="Speed of each instance over the profile's, in turn: of 1,0.5 every second is half as fast."),
+    ] = "",
     label: Annotated[str, typer.Option(help="Name of the run in tables and reports. Default: the policy's name.")] = "",
     stream: Annotated[
         bool,
@@ -245,6 +249,7 @@ def simulate_command(
             arrival_jitter_s=arrival_jitter_s,
             speed_sigma=speed_sigma,
             slowdown=slowdown,
+            speeds=speeds,
             label=label,
         )
         if not sweep and (ray or resume or jobs is not None):

@@ -20,7 +20,7 @@ class InstanceTotals:
     instance: str
     role: str
     slowness: float
-    """Its step times over the profile's (noise and slowdown)."""
+    """Its step times over the profile's (noise, slowdown and speed)."""
     busy_s: float
     """Time in steps."""
     prefill_s: float
@@ -57,7 +57,8 @@ def make_fleet(options: SimOptions, block_tokens: int) -> tuple[VirtualFleet, di
         name = f"inst-{number}"
         config, profile = configured[role]
         config = replace(config, engine_id=name)
-        timing = slowed(profile.timing, options.slowdown * options.noise.slowness(draw))
+        speed = options.speeds[number % len(options.speeds)] if options.speeds else 1.0
+        timing = slowed(profile.timing, options.slowdown * options.noise.slowness(draw) / speed)
         transfer_seconds = profile.transfer_seconds(options.transport, f"{options.seed}/transfers/{name}")
         engines[name] = Engine(config, timing, transfer_seconds, report_progress=False)
         roles[name] = role

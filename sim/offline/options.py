@@ -98,6 +98,8 @@ class SimOptions:
     noise: Noise = field(default_factory=Noise)
     slowdown: float = 1.0
     """Factor on every step's time: a known effect, for testing whether a comparison finds it."""
+    speeds: tuple[float, ...] = ()
+    """Speed of each instance over the profile's, in turn: of ``(1, 0.5)`` every second one is half as fast."""
     label: str = ""
     thresholds: ClassThresholds = field(default_factory=ClassThresholds)
     max_num_batched_tokens: int | None = None
@@ -150,6 +152,8 @@ class SimOptions:
         ):
             if not is_positive(value):
                 raise SimulationError(f"{name} must be above 0 and finite")
+        if len(self.speeds) > self.instances or not is_positive(*self.speeds):
+            raise SimulationError("--speeds: numbers above 0, at most one for each of --instances")
         try:
             self.plan.check()
         except TraceError as error:

@@ -94,6 +94,7 @@ def header_of(
             "arrival_jitter_s": options.noise.arrival_jitter_s,
             "speed_sigma": options.noise.speed_sigma,
             "slowdown": options.slowdown,
+            "speeds": list(options.speeds) or None,
         },
     )
 

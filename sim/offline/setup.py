@@ -60,6 +60,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     arrival_jitter_s: float = 0.0
     speed_sigma: float = 0.0
     slowdown: float = 1.0
+    speeds: str = ""
+    """Separated by commas, as in ``SimOptions``."""
     label: str = ""
     """Empty: the policy's name."""
 
@@ -118,6 +120,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             seed=self.seed,
             noise=Noise(arrival_jitter_s=self.arrival_jitter_s, speed_sigma=self.speed_sigma),
             slowdown=self.slowdown,
+            speeds=parsed_speeds(self.speeds),
             max_hold_s=self.max_hold_s,
             label=self.label or self.policy,
         )
@@ -194,6 +197,14 @@ def parsed_params(pairs: Sequence[str]) -> dict[str, Any]:
             raise PolicyParameterError(f"{pair!r}: give parameters as KEY=VALUE")
         params[key] = parsed_value(value, pair)
     return params
+
+
+def parsed_speeds(text: str) -> tuple[float, ...]:
+    """Numbers separated by commas; raises SimulationError."""
+    try:
+        return tuple([float(each) for each in text.split(",")]) if text else ()
+    except ValueError as error:
+        raise SimulationError(f"--speeds {text}: give numbers separated by commas, such as 1,0.5") from error
 
 
 def parsed_value(text: str, where: str) -> Any:

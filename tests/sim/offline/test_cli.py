@@ -365,7 +365,7 @@ def test_defaults_agree_wherever_they_are_written() -> None:
     assert len(shared) >= 20
     assert {name: command[name] for name in shared} == {name: setup[name] for name in shared}
     options = SimOptions()
-    for name in setup.keys() & {each.name for each in dataclasses.fields(SimOptions)} - {"role", "label"}:
+    for name in setup.keys() & {each.name for each in dataclasses.fields(SimOptions)} - {"role", "label", "speeds"}:
         assert getattr(options, name) == setup[name], name
     assert (options.plan.idle_gap_cap_s, options.noise.arrival_jitter_s) == (60.0, 0.0)
     engine = inspect.signature(ServerSettings.resolve).parameters
