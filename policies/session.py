@@ -225,6 +225,7 @@ class RoutingSession:
     def prefilled(self, commitment: Commitment, seconds: float) -> LegTime:
         """Learn from D's first token of a request that ran co-located."""
         ordered = commitment.decode.due_s is not None
+        commitment.first_token_s = seconds
         return LegTime(self.state.costs.prefilled(commitment.workload.decode, seconds, ordered=ordered), seconds)
 
     def prefilled_on_p(self, commitment: Commitment, seconds: float, now_s: float) -> LegTime:

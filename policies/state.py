@@ -19,14 +19,15 @@ from policies.costs.step_watch import WatchedStream
 from policies.holds import Holds, KvHold
 from policies.hotspots import HotspotTracker, is_hotspot
 from policies.ledger import Lease, Ledger
-from policies.offload.specialists import FleetLoad, Specialists
+from policies.offload.designation import designate
+from policies.offload.specialists import Specialists
 from policies.pairs import PairBreaker
 from policies.predict.predictor import Predictor, Promised
 from policies.predict.prefix_index import Insertion, PrefixIndex
 from policies.replicas.shared_sessions import SharedSessions
 from policies.sessions import SessionTable
 from policies.snapshot import FleetSnapshot
-from policies.types import Connector, Decision, RequestClass, RequestView, Role, Transport
+from policies.types import Connector, Decision, RequestView, Role, Transport
 from policies.views import KnownInstance, Viewer
 
 
@@ -44,6 +45,7 @@ class Commitment:
         "_state",
         "_turn",
         "decode",
+        "first_token_s",
         "prefill",
         "stream",
         "workload",
@@ -76,6 +78,8 @@ class Commitment:
         """Work of D and P, for the cost models."""
         self.stream: WatchedStream | None = None
         """Its answer, while D streams it."""
+        self.first_token_s: float | None = None
+        """Seconds to D's first token, if D prefilled it."""
 
     @property
     def decode_known(self) -> bool:
@@ -139,6 +143,8 @@ class Commitment:
             self._released = True
             state = self._state
             state.accounts.ended(self._turn, now_s, cached_tokens, state.costs.prefill)
+            if self.first_token_s is not None and self.decode_known:
+                state.costs.compare(self.workload.decode, cached_tokens, self.first_token_s)
         if self._hold is not None:
             self._hold.orphan((now_s or 0.0) + hold_s)
         if self.stream is not None:
@@ -244,6 +250,7 @@ class FleetState:
         self.holds.forget(instance)
         self.specialists.restarted(instance)
         self.costs.watch.forget(instance)
+        self.costs.slowness.forget(instance)  # perhaps of another GPU, or repaired
 
     def set_capacity(self, instance: str, kv_capacity_tokens: int, block_tokens: float) -> None:
         """Set the engine's KV pool in tokens, which bounds its shadow index."""
@@ -348,25 +355,9 @@ class FleetState:
         on, cached = (prefill or chosen)[:2]
         elsewhere = fleet.cached_elsewhere(on) if request.session_id else 0
         turn = self.accounts.sent(request, decision.decode_on, cached, self.costs.prefill, now_s, elsewhere)
-        self._designate(request, fleet, decision, cached, now_s)
+        accounts, costs, memory = self.accounts, self.costs, TURNS_PER_INSTANCE * self.accounts.instances
+        designate(self.specialists, accounts, costs, request, fleet, decision, cached, now_s, memory)
         return Commitment(self, decode_lease, prefill_lease, added, not_yet_on_decode, workload, promised, turn)
-
-    def _designate(
-        self, request: RequestView, fleet: FleetSnapshot, decision: Decision, cached_tokens: int, now_s: float
-    ) -> None:
-        """Count a context and a HEAVY prefill, and change the specialists by the fleet as it was decided on."""
-        specialists, accounts, views = self.specialists, self.accounts, fleet.instances
-        heavy, memory = decision.request_class is RequestClass.HEAVY, TURNS_PER_INSTANCE * accounts.instances
-        if specialists.sent(request, decision.decode_on, now_s, memory, heavy=heavy):
-            on, new_tokens = decision.prefill_on or decision.decode_on, request.prompt_tokens - cached_tokens
-            specialists.prefilled(on, self.costs.prefill.seconds(new_tokens, cached_tokens), now_s)
-        if heavy or specialists.names:
-            remote, used = accounts.remote, specialists.contexts.working_set_tokens(accounts.active_tokens, now_s)
-            used += remote.active_tokens + remote.kept_tokens
-            pools = specialists.pools(views, now_s, heavy=heavy)
-            lost_share = accounts.lost_share(len(pools), now_s) + remote.lost_share
-            load = FleetLoad.of(pools, specialists.share(now_s), used, lost_share)
-            specialists.update(views, load, now_s, heavy=heavy)
 
     def share(self, shared: SharedSessions, turn: int = 0) -> None:
         """Share sessions with other replicas from now on.

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from policies.costs.formulas import Costs, PrefillModel, TransferJob, TransferModel, pair_transport
 from policies.costs.short_prefills import ShortPrefills
 from policies.costs.short_step import StepFit
+from policies.costs.slowness import Slowness
 from policies.costs.step_watch import StepWatch, WatchedStream
 from policies.costs.transfer_constants import KV_BYTES_PER_TOKEN
 from policies.pool import tokens_over
@@ -89,10 +90,12 @@ class CostBook:
         self.bytes_per_token = bytes_per_token
         self.steps = StepFit()
         self.watch = StepWatch()
+        self.slowness = Slowness()
 
     def at(self, now_s: float) -> Costs:
         """Snapshot of the models for a decision at ``now_s``."""
-        return Costs(self.prefill, self.transfer, now_s, self.bytes_per_token, self.steps.short_step)
+        short_step, slowness = self.steps.short_step, self.slowness.known
+        return Costs(self.prefill, self.transfer, now_s, self.bytes_per_token, short_step, slowness)
 
     def prefilled(self, job: PrefillJob, seconds: float, *, ordered: bool = False) -> float:
         """Learn from a first token after ``seconds``; returns the predicted seconds.
@@ -106,13 +109,30 @@ class CostBook:
             seconds: from sending it to its first token.
             ordered: its engine computes by due times.
         """
+        slowness = self.slowness.known.get(job.instance, 1.0)
+        seconds /= slowness
         queue_s = self.prefill.queue_s(job.pending_tokens, job.prefilling)
         expected_s = queue_s + self.prefill.seconds(job.new_tokens, job.cached_tokens)
-        predicted_s = self.short_prefills.predict(job.new_tokens, expected_s)
+        predicted_s = slowness * self.short_prefills.predict(job.new_tokens, expected_s)
         if job.room and not (ordered and job.prefilling):
             self.prefill = self.prefill.observe(job.new_tokens, job.cached_tokens, queue_s, seconds)
             self.short_prefills = self.short_prefills.observe(job.new_tokens, expected_s, seconds)
         return predicted_s
+
+    def compare(self, job: PrefillJob, cached_tokens: int | None, seconds: float) -> None:
+        """Learn how slow the instance is from a first token after ``seconds``, at the end of its answer.
+
+        Only from prefills that waited for no other one.
+
+        Args:
+            job: the prefill.
+            cached_tokens: what was cached, as the engine reported; None: what was expected.
+            seconds: from sending it to its first token.
+        """
+        cached = job.cached_tokens if cached_tokens is None else cached_tokens
+        new_tokens = job.new_tokens + job.cached_tokens - cached
+        if job.room and not job.prefilling and new_tokens >= self.prefill.smallest_tokens:
+            self.slowness.observe(job.instance, self.prefill.seconds(new_tokens, cached), seconds)
 
     def transferred(self, workload: Workload, seconds: float, now_s: float) -> float:
         """Learn from a D leg whose first token took ``seconds``; returns the predicted seconds.
@@ -127,6 +147,7 @@ class CostBook:
             raise ValueError("the decision had no hand-off")
         predicted_s = self.transfer.predict(job, now_s).seconds
         queue_s = self.prefill.queue_s(decode.pending_tokens, decode.prefilling)
+        queue_s *= self.slowness.known.get(decode.instance, 1.0)
         if queue_s <= predicted_s:
             self.transfer = self.transfer.observe(job, seconds, now_s)
         self.transfer = self.transfer.settled(job.pair, ok=True)
@@ -150,6 +171,7 @@ class CostBook:
         self.transfer = self.transfer.settled(job.pair, ok=False)
 
     def forget(self, instance: str) -> None:
-        """Drop the learned values of all pairs of an instance that left the fleet, and its steps."""
+        """Drop the learned values of all pairs of an instance that left the fleet, its steps and its slowness."""
         self.transfer = self.transfer.without(instance)
         self.watch.forget(instance)
+        self.slowness.forget(instance)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from policies.costs.estimates import UNKNOWN, LearnedRatio, bucket_of, nearest_bucket
 from policies.costs.short_step import UNKNOWN_STEP, ShortStep
+from policies.costs.slowness import ALL_ALIKE, Slownesses
 from policies.costs.transfer_constants import (
     KV_BYTES_PER_TOKEN,
     PUBLISHED,
@@ -349,3 +350,5 @@ class Costs(NamedTuple):
     now_s: float = 0.0
     bytes_per_token: float = KV_BYTES_PER_TOKEN
     short_step: ShortStep = UNKNOWN_STEP
+    slowness: Slownesses = ALL_ALIKE
+    """Factor of the times of prefills on each instance; empty while all count as equal."""

@@ -47,8 +47,9 @@ _SLACK_S = 1e-6
 class CostModel(ColumnPlanner):
     """Offload if it reduces the sum of all requests' waiting times, using the learned times of this fleet.
 
-    With ``T(new, cached)`` the prefill time, ``X`` the transfer time of the blocks D lacks, ``Q`` the prefill queued on
-    an instance, ``S`` the streams decoding there and ``k`` the ``stall_share``, sending the prefill to P gains
+    With ``T(new, cached)`` the prefill time, times the slowness of the instance where those differ
+    (`policies.costs.slowness`), ``X`` the transfer time of the blocks D lacks, ``Q`` the prefill queued on an instance,
+    ``S`` the streams decoding there and ``k`` the ``stall_share``, sending the prefill to P gains
 
     - own: ``(Q_D + T_D) - max(Q_P + T_P + X, Q_D)``, the request's first token: prefill queued on D delays a pulled
       request too, because vLLM gives a step's whole token budget to the prefills it has begun;
@@ -253,6 +254,7 @@ class _Pricing:
         "_decode",
         "_doubt_s",
         "_failure_rate",
+        "_least_slow",
         "_others",
         "_prefills",
         "_request",
@@ -290,10 +292,13 @@ class _Pricing:
             prefilling = tuple([view.prefilling for view in instances])
         self._waiting = sum(prefilling) / len(instances)
         cached = decode.cached_tokens
-        self.alone_s = costs.prefill.seconds(request.prompt_tokens - cached, cached)
-        self._prefills = {cached: self.alone_s}
+        alone_s = costs.prefill.seconds(request.prompt_tokens - cached, cached)
+        self._prefills = {cached: alone_s}
         """Seconds of this prefill by the tokens cached there, which are mostly equal across instances."""
-        self.queue_s = costs.prefill.queue_s(decode.pending_prefill_tokens, decode.prefilling)
+        slow = costs.slowness.get(decode.instance, 1.0)
+        self._least_slow = min([1.0, *costs.slowness.values()])
+        self.alone_s = slow * alone_s
+        self.queue_s = slow * costs.prefill.queue_s(decode.pending_prefill_tokens, decode.prefilling)
         self._failure_rate = costs.transfer.failure_rate
         self._by_cached: dict[int, tuple[float, float, float, float]] = {}
         """Parts of the bounds that are equal for equal cached tokens."""
@@ -337,7 +342,7 @@ class _Pricing:
         self._doubt_s = doubt_s = spread * transfer_s
         by_cached = self._by_cached
         for cached in set(columns.cached_tokens):
-            there_s = self._there_s(cached)
+            there_s = self._least_slow * self._there_s(cached)
             saved_s = queue_s + alone_s + stall * decoding * alone_s
             if there_s > alone_s:
                 saved_s -= waiting * (there_s - alone_s)
@@ -352,7 +357,7 @@ class _Pricing:
             return bound_s
         _, _, idle_s, least_s = self._by_cached[view.cached_tokens]
         if prefilling:
-            token_s = self._costs.prefill.least_s_per_token
+            token_s = self._least_slow * self._costs.prefill.least_s_per_token
             idle_s += token_s * view.pending_prefill_tokens * (1 - 0.5 / prefilling)
         if more_streams > 0:
             idle_s += self._stream_s * more_streams
@@ -361,11 +366,14 @@ class _Pricing:
     def of(self, view: InstanceView) -> _Priced:
         """Price of one candidate."""
         alone_s, queue_s, prefilling, decoding = self.alone_s, self.queue_s, view.prefilling, self._streams
-        streams, there_s = view.requests - prefilling, self._there_s(view.cached_tokens)
+        slow = self._costs.slowness.get(view.instance, 1.0)
+        streams, there_s = view.requests - prefilling, slow * self._there_s(view.cached_tokens)
         pair = view.instance, self._decode.instance
         busier = streams if streams > decoding else decoding
         transfer_s, upper_s = self._transfers.times(view, pair, busier, self._sigmas)
-        queue_there_s = self._costs.prefill.queue_s(view.pending_prefill_tokens, prefilling) if prefilling else 0.0
+        queue_there_s = 0.0
+        if prefilling:
+            queue_there_s = slow * self._costs.prefill.queue_s(view.pending_prefill_tokens, prefilling)
         # D gives every step's budget to the prefills it has, so a pulled request waits for those as well.
         offloaded_s = queue_there_s + there_s + transfer_s
         offloaded_s = offloaded_s if offloaded_s > queue_s else queue_s
@@ -380,6 +388,7 @@ class _Pricing:
         )
 
     def _there_s(self, cached: int) -> float:
+        """Seconds of this prefill with so many tokens cached, where the slowness is 1."""
         seconds = self._prefills.get(cached)
         if seconds is None:
             seconds = self._costs.prefill.seconds(self._request.prompt_tokens - cached, cached)

@@ -135,7 +135,7 @@ class PossibleHandOffs:
 
     def may_be_below(self, score_s: float, view: InstanceView) -> bool:
         """False if a hand-off by this P costs as much by the prefill, the streams it stalls and what is queued."""
-        prefill_s, saved_s = self._prices.own_s(view.cached_tokens), self._saved_s
+        prefill_s, saved_s = self._prices.own_s(view), self._saved_s
         streams_s = (view.requests - view.prefilling) * prefill_s
         if prefill_s + streams_s - saved_s >= score_s:
             return False
@@ -166,14 +166,14 @@ class PossibleHandOffs:
                 transfers = Transfers(self._request, decode, costs, fleet.offloads_in_flight)
                 self._transfers[place] = transfers
             transfer_s, _ = transfers.times(view, pair, max(streams, decode.decode_streams), 0.0)
-            prefill_s = self._prices.own_s(view.cached_tokens)
+            prefill_s = self._prices.own_s(view)
             queue_s = self._queue_s(view, prefill_s)
             decode_queue_s = self._queue_s(decode)
             first_s = max(queue_s + prefill_s + transfer_s, decode_queue_s)
             if first_s > self._bound_s:
                 reason = OffloadReason.DOES_NOT_PAY
                 continue
-            streams_s, decode_s = streams * prefill_s, policy.stream_s * decode.requests
+            streams_s, decode_s = streams * prefill_s, self._decode_s(decode)
             behind_s, risk_s = policy.queue_cost * queue_s, costs.transfer.failure_rate(pair) * first_s
             eviction_s = self._evictions_s.get(place, 0.0)
             score_s = first_s + streams_s + behind_s + decode_s + eviction_s + risk_s - self._saved_s
@@ -231,7 +231,11 @@ class PossibleHandOffs:
         yield from self._ranked
 
     def _rank_s(self, place: int, view: InstanceView) -> float:
-        return self._queue_s(view) + self._policy.stream_s * view.requests + self._evictions_s.get(place, 0.0)
+        return self._queue_s(view) + self._decode_s(view) + self._evictions_s.get(place, 0.0)
+
+    def _decode_s(self, view: InstanceView) -> float:
+        """Seconds that one more stream costs the others on D and, where instances differ in speed, its answer there."""
+        return self._policy.stream_s * view.requests + self._prices.answer_s(view.instance)
 
     def _receives(self, view: InstanceView) -> bool:
         return self._policy.has_room(view, self._request.prompt_tokens, self._request.max_tokens)

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from policies.routing.base import Pick, least, require
 from policies.routing.hand_offs import PossibleHandOffs, PricedHandOff
-from policies.routing.warm import Prices, Terms, Warm
+from policies.routing.warm import Prices, Terms, Warm, total_s
 from policies.snapshot import FleetColumns, FleetSnapshot
 from policies.types import CandidateScore, Choice, InstanceView, OffloadPlan, OffloadReason, Reason, RequestView
 
@@ -44,8 +44,8 @@ class Joint(Warm):
     not asked. Source: the separation of long prefills from decoding is that of agentic-kvc's elastic arm; the moving
     number of specialists and the common score are ours.
     Parameters and defaults: those of ``warm``, and ``heavy_tokens`` 20,000; ``specialist_s`` 1; ``max_own_loss`` 1;
-    ``stream_s`` 0.02, what one more stream costs the others on D; ``queue_cost`` 2; ``eviction_weight`` 1; ``answer_s``
-    3, to decode an answer that nothing stalls. Complexity: O(n + k) for k specialists, O(n log n) for a long prefill.
+    ``stream_s`` 0.02, what one more stream costs the others on D; ``queue_cost`` 2; ``eviction_weight`` 1.
+    Complexity: O(n + k) for k specialists, O(n log n) for a long prefill.
     """
 
     heavy_tokens: int = 20_000
@@ -54,7 +54,6 @@ class Joint(Warm):
     stream_s: float = 0.02
     queue_cost: float = 2.0
     eviction_weight: float = 1.0
-    answer_s: float = 3.0
     name: ClassVar[str] = "joint"
     plans: ClassVar[bool] = True
 
@@ -66,7 +65,6 @@ class Joint(Warm):
         require(self.stream_s >= 0, "joint: stream_s must not be negative")
         require(self.queue_cost >= 0, "joint: queue_cost must not be negative")
         require(self.eviction_weight >= 0, "joint: eviction_weight must not be negative")
-        require(self.answer_s >= 0, "joint: answer_s must not be negative")
 
     def scores(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Sequence[float]:
         return [score.score for score in self.choose(request, fleet).scores]
@@ -116,7 +114,7 @@ class Joint(Warm):
     def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
         columns = FleetColumns.of(fleet.instances)
         names, terms = columns.instance, self._all_terms(request, fleet, columns)
-        scores = self._scored(columns, terms)
+        scores = self._scored(columns, terms, self.slowness(fleet))
         specialists = _places_of(fleet.specialists, columns)
         more_s = self._evictions_s(request, fleet, columns) if specialists else {}
         for at, eviction_s in more_s.items():
@@ -125,7 +123,7 @@ class Joint(Warm):
         for at in specialists.values():
             name, score_s, inputs, _, _ = scores[at]
             # Eviction and fee are added first, as in ``quick``, for the same rounding.
-            score_s = sum(terms[at]) + (more_s.get(at, 0.0) + self.specialist_s)
+            score_s = total_s(terms[at]) + (more_s.get(at, 0.0) + self.specialist_s)
             scores[at] = CandidateScore(name, score_s, {**inputs, "specialist_s": self.specialist_s})
         place = least(fleet, [score[1] for score in scores])
         new_tokens, first_s = request.prompt_tokens - columns.cached_tokens[place], _first_s(terms[place])
@@ -146,10 +144,10 @@ class Joint(Warm):
     def _evictions_s(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> dict[int, float]:
         """Seconds that the recent contexts add to each place whose pool is known."""
         (tokens, return_share), prompt = fleet.contexts, request.prompt_tokens
-        model = self._model(fleet)
+        model, slowness = self._model(fleet), self.slowness(fleet)
         weight = self.eviction_weight * return_share * max(0.0, model.seconds(prompt, 0) - model.seconds(0, 0))
         return {
-            at: weight * (tokens.get(name, 0) + prompt) / pool
+            at: weight * slowness.get(name, 1.0) * (tokens.get(name, 0) + prompt) / pool
             for at, (name, pool) in enumerate(zip(columns.instance, columns.kv_capacity_tokens, strict=True))
             if pool
         }

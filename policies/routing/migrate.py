@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import ClassVar, NamedTuple
 
-from policies.costs.formulas import Costs, PrefillModel
+from policies.costs.formulas import Costs
 from policies.costs.transfers import Transfers
 from policies.offload.base import may_receive, sends_to
 from policies.pool import tokens_over
@@ -93,8 +93,8 @@ class Migrate(Warm):
         if home is not None:
             terms = prices.terms(home)
             load_s = self._load(terms[0], terms[2], columns.requests[home])
-            if self._may_be_overloaded(load_s, home, fleet, columns, prices.model):
-                queues = self._queues(request, fleet, columns, prices)
+            if self._may_be_overloaded(load_s, home, fleet, columns, prices):
+                queues = self._queues(fleet, columns, prices)
                 loads = self._loads(queues, self._rooms(request, columns), columns.requests)
                 if self._is_overloaded(home, loads):
                     stay_s = prices.of(place) + self.stream_s * columns.requests[place]
@@ -103,17 +103,15 @@ class Migrate(Warm):
                         return Pick(columns.instance.index(found.target), Reason.SESSION_MIGRATED)
         return Pick(place, Reason.LOWEST_SCORE)
 
-    def _queues(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns, prices: Prices) -> list[float]:
+    def _queues(self, fleet: FleetSnapshot, columns: FleetColumns, prices: Prices) -> list[float]:
         """The term ``queue`` of every candidate."""
         return [
-            self.waits_s(full_s, view, prices.own_s(view.cached_tokens), fleet, request.has_priority)
-            if view.queue
-            else full_s
+            prices.queue_s(view, prices.own_s(view)) if view.queue or prices.slowness else full_s
             for view, full_s in zip(fleet.instances, queues_s(columns, prices.model), strict=True)
         ]
 
     def _may_be_overloaded(
-        self, load_s: float, home: int, fleet: FleetSnapshot, columns: FleetColumns, model: PrefillModel
+        self, load_s: float, home: int, fleet: FleetSnapshot, columns: FleetColumns, prices: Prices
     ) -> bool:
         """False if a home of this load is not overloaded even if the others' loads are the least that they can be.
 
@@ -127,7 +125,8 @@ class Migrate(Warm):
         requests, pending, prefilling = columns.requests, columns.pending_prefill_tokens, columns.prefilling
         queued = sum([tokens for tokens, each in zip(pending, prefilling, strict=True) if each])
         others_s = self.stream_s * (sum(requests) - requests[home])
-        others_s += least * model.least_s_per_token * (queued - (pending[home] if prefilling[home] else 0))
+        least *= min([1.0, *prices.slowness.values()])
+        others_s += least * prices.model.least_s_per_token * (queued - (pending[home] if prefilling[home] else 0))
         others_s -= _ROUNDING * (others_s + load_s)  # the sums of the exact loads have another order
         return load_s * (len(requests) - 1) > self.overload_factor * others_s
 
@@ -151,7 +150,7 @@ class Migrate(Warm):
             "stay_s": stay_s,
         }
         inputs_home = choice.scores[home].inputs
-        terms = inputs_home["queue_s"], inputs_home["crowd_s"], inputs_home["room_s"], inputs_home["own_s"], 0.0
+        terms = inputs_home["queue_s"], inputs_home["crowd_s"], inputs_home["room_s"], inputs_home["own_s"], 0.0, 0.0
         found = self._cheapest(request, fleet, home, loads, queues, terms)
         if isinstance(found, OffloadReason):
             return choice._replace(plan=OffloadPlan(None, found, inputs))
@@ -207,9 +206,10 @@ class Migrate(Warm):
         """
         views, costs = fleet.instances, fleet.costs or Costs()
         sender = views[home]
-        queue_s, crowd_s, _, own_s, _ = terms
-        room_s, step_s = self._room_s(request, sender), self.short_step_s(fleet)
-        stalled_s = self.others_weight * sender.requests * (own_s if sender.prefilling else own_s + step_s)
+        queue_s, crowd_s, _, own_s, _, _ = terms
+        room_s, step_s, slowness = self._room_s(request, sender), self.short_step_s(fleet), self.slowness(fleet)
+        alone_s = own_s + step_s * slowness.get(sender.instance, 1.0)
+        stalled_s = self.others_weight * sender.requests * (own_s if sender.prefilling else alone_s)
         if fleet.offloads_in_flight >= self.max_in_flight:
             return OffloadReason.CAP_REACHED
         light = [place for place, load in enumerate(loads) if load <= self.target_share * loads[home]]
@@ -221,7 +221,10 @@ class Migrate(Warm):
             return OffloadReason.NO_ROOM_ON_D
         bounds = []
         for place in roomy:
-            decode_s = (step_s + self.stream_s) * views[place].requests
+            slow = slowness.get(views[place].instance, 1.0)
+            decode_s = (step_s * slow + self.stream_s) * views[place].requests
+            if slowness:
+                decode_s += self.answer_s * slow
             least_s = max(queue_s + own_s, queues[place]) + crowd_s + room_s + stalled_s + decode_s
             bounds.append((least_s, place, decode_s))
         best: _Move | None = None

@@ -9,18 +9,19 @@ from typing import ClassVar
 
 from policies.costs.formulas import PrefillModel
 from policies.costs.order import SLOWDOWN, due_s, overtaken_share
+from policies.costs.slowness import ALL_ALIKE, Slownesses
 from policies.pool import POOL_SHARE, all_tokens_over, tokens_over
 from policies.routing.base import ColumnPolicy, Pick, least, refuse_nan, require, tie_break
 from policies.snapshot import FleetColumns, FleetSnapshot
 from policies.types import CandidateScore, Choice, InstanceView, Reason, RequestView
 
-Terms = tuple[float, float, float, float, float]
-"""Queue, crowd, room, own and others of one candidate, in seconds; their sum is its score."""
+Terms = tuple[float, float, float, float, float, float]
+"""Queue, crowd, room, own, others and answer of one candidate, in seconds; their sum is its score."""
 
 
 @dataclass(frozen=True, slots=True)
 class Warm(ColumnPolicy):
-    """``score = queue + crowd + room + own + others``, all in seconds; lowest wins.
+    """``score = queue + crowd + room + own + others + answer``, all in seconds; lowest wins.
 
     With ``T(new, context)`` the learned time of a prefill (`policies.costs.formulas.PrefillModel`), ``r`` the requests
     in flight on the instance, and ``q`` of them still in prefill:
@@ -37,6 +38,9 @@ class Warm(ColumnPolicy):
       while this prefill is computed, for ``alone = step_s`` longer if no prefill is queued whose steps it can share;
       and ``w`` requests wait for the room it takes: all ``r`` if no instance has room, since some request then always
       waits, else the ``q`` that wait now.
+    - ``answer``: nothing unless instances surely differ in speed (`policies.costs.slowness`). Then each has a slowness,
+      which multiplies the times of prefills and steps there, and ``answer = answer_s x slowness``: an answer takes
+      longer on a slow instance, too.
 
     Sessions stay because any other instance costs ``own + others`` for the whole history; a session moves only if that
     saves more. Nothing is pinned: a prefix counts by the time it saves. Ties go by ``tie_break``.
@@ -48,7 +52,8 @@ class Warm(ColumnPolicy):
     stream, against 9 to 22 ms: configs/hardware/h200.yaml). With ``learned_step`` the difference that this fleet's
     streams show replaces it where that is surely less than half of it (`policies.costs.short_step`). 0 for
     ``others_weight``, ``queue_crowd``, ``step_s`` and ``hold_s``, 1 for ``pool_share`` and false for ``learned``
-    (published constants only) disable one term each.
+    (published constants only) and ``learned_slowness`` disable one term each. ``answer_s``: to decode an answer that
+    nothing stalls.
     Complexity: O(n).
     """
 
@@ -61,6 +66,8 @@ class Warm(ColumnPolicy):
     slowdown: float = SLOWDOWN
     overtakes: float = 0.5
     learned_step: bool = True
+    answer_s: float = 3.0
+    learned_slowness: bool = True
     name: ClassVar[str] = "warm"
 
     def __post_init__(self) -> None:
@@ -71,10 +78,10 @@ class Warm(ColumnPolicy):
         require(0 < self.pool_share <= 1, "warm: pool_share must be above 0 and at most 1")
         require(self.slowdown >= 0, "warm: slowdown must not be negative")
         require(0 <= self.overtakes <= 1, "warm: overtakes must be within 0..1")
+        require(self.answer_s >= 0, "warm: answer_s must not be negative")
 
     def scores(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Sequence[float]:
-        terms = self._all_terms(request, fleet, columns)
-        return [queue_s + crowd_s + room_s + own_s + others_s for queue_s, crowd_s, room_s, own_s, others_s in terms]
+        return [total_s(terms) for terms in self._all_terms(request, fleet, columns)]
 
     def pick(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns, scores: Sequence[float]) -> Pick:
         return Pick(least(fleet, scores), Reason.LOWEST_SCORE)
@@ -88,7 +95,7 @@ class Warm(ColumnPolicy):
     def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
         # Not the base class's: score and inputs are the same terms, which are computed once.
         columns = FleetColumns.of(fleet.instances)
-        scores = self._scored(columns, self._all_terms(request, fleet, columns))
+        scores = self._scored(columns, self._all_terms(request, fleet, columns), self.slowness(fleet))
         place = least(fleet, [score[1] for score in scores])
         return Choice(columns.instance[place], Reason.LOWEST_SCORE, tuple(scores))
 
@@ -119,14 +126,19 @@ class Warm(ColumnPolicy):
             return self.step_s
         return costs.short_step.instead_of(self.step_s)
 
-    def _scored(self, columns: FleetColumns, terms: Sequence[Terms]) -> list[CandidateScore]:
+    def slowness(self, fleet: FleetSnapshot) -> Slownesses:
+        """Factor of the times of prefills on each instance; empty if all count as equal."""
+        costs = fleet.costs
+        return costs.slowness if costs is not None and self.learned and self.learned_slowness else ALL_ALIKE
+
+    def _scored(self, columns: FleetColumns, terms: Sequence[Terms], slowness: Slownesses) -> list[CandidateScore]:
         new = tuple.__new__
-        return [
+        scores: list[CandidateScore] = [
             new(
                 CandidateScore,
                 (
                     instance,
-                    queue_s + crowd_s + room_s + own_s + others_s,
+                    queue_s + crowd_s + room_s + own_s + others_s + answer_s,
                     {
                         "queue_s": queue_s,
                         "crowd_s": crowd_s,
@@ -139,10 +151,15 @@ class Warm(ColumnPolicy):
                     None,
                 ),
             )
-            for instance, cached, (queue_s, crowd_s, room_s, own_s, others_s) in zip(
+            for instance, cached, (queue_s, crowd_s, room_s, own_s, others_s, answer_s) in zip(
                 columns.instance, columns.cached_tokens, terms, strict=True
             )
         ]
+        if slowness:
+            for place, (score, each) in enumerate(zip(scores, terms, strict=True)):
+                more = {"answer_s": each[-1], "slowness": slowness.get(score.instance, 1.0)}
+                scores[place] = score._replace(inputs={**score.inputs, **more})
+        return scores
 
     def _overs(self, request: RequestView, columns: FleetColumns) -> list[float]:
         pools, used, promised = columns.kv_capacity_tokens, columns.kv_used_tokens, columns.kv_promised_tokens
@@ -157,10 +174,11 @@ class Warm(ColumnPolicy):
         nobody_has_room = min(overs) > 0
         model, prompt = self._model(fleet), request.prompt_tokens
         crowd, weight, step_s, hold_s = self.queue_crowd, self.others_weight, self.short_step_s(fleet), self.hold_s
+        slowness, alone_s, answer_s = self.slowness(fleet), step_s, 0.0
         owns: dict[int, float] = {}
         """By cached tokens, which are mostly equal across instances."""
         terms = []
-        for view, cached, requests, prefilling, full_s, pool, over in zip(
+        for view, cached, requests, prefilling, queued, pool, over in zip(
             fleet.instances,
             columns.cached_tokens,
             columns.requests,
@@ -173,13 +191,17 @@ class Warm(ColumnPolicy):
             own_s = owns.get(cached)
             if own_s is None:
                 own_s = owns[cached] = model.seconds(prompt - cached, cached)
+            full_s = queued
+            if slowness:
+                slow = slowness.get(view[0], 1.0)
+                own_s, full_s, alone_s, answer_s = slow * own_s, slow * queued, slow * step_s, slow * self.answer_s
             queue_s = self.waits_s(full_s, view, own_s, fleet, request.has_priority) if view.queue else full_s
-            others_s = weight * requests * (own_s if prefilling else own_s + step_s)
+            others_s = weight * requests * (own_s if prefilling else own_s + alone_s)
             room_s = 0.0
             if over > 0:
                 room_s = hold_s * over / pool
                 others_s += hold_s * min(over, prompt) / pool * (requests if nobody_has_room else prefilling)
-            terms.append((queue_s, crowd * requests * queue_s, room_s, own_s, others_s))
+            terms.append((queue_s, crowd * requests * queue_s, room_s, own_s, others_s, answer_s))
         return terms
 
 
@@ -196,6 +218,7 @@ class Prices:
         "_prompt",
         "_step_s",
         "model",
+        "slowness",
     )
 
     def __init__(self, policy: Warm, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> None:
@@ -205,6 +228,7 @@ class Prices:
         self._fleet = fleet
         self._columns = columns
         self.model = policy._model(fleet)
+        self.slowness = policy.slowness(fleet)
         self._step_s = policy.short_step_s(fleet)
         self._owns: dict[int, float] = {}
         """Seconds of this prefill by the tokens cached there, which are mostly equal across instances."""
@@ -212,36 +236,50 @@ class Prices:
 
     def of(self, place: int) -> float:
         """Score of the candidate at a place, seconds."""
-        queue_s, crowd_s, room_s, own_s, others_s = self.terms(place)
-        return queue_s + crowd_s + room_s + own_s + others_s
+        return total_s(self.terms(place))
 
     def first_s(self, place: int) -> float:
         """Seconds to the first token at a place: its queue, and this prefill."""
         view = self._fleet.instances[place]
-        own_s = self.own_s(view.cached_tokens)
+        own_s = self.own_s(view)
         return self.queue_s(view, own_s) + own_s
 
     def queue_s(self, view: InstanceView, own_s: float) -> float:
         """Seconds that a prefill of ``own_s`` seconds waits for others on an instance."""
         queue_s = queued_s(view.pending_prefill_tokens, view.prefilling, self.model)
+        if self.slowness:
+            queue_s = self.slowness.get(view.instance, 1.0) * queue_s
         return self._policy.waits_s(queue_s, view, own_s, self._fleet, self._has_priority) if view.queue else queue_s
 
     def terms(self, place: int) -> Terms:
-        """Queue, crowd, room, own and others of the candidate at a place."""
+        """Queue, crowd, room, own, others and answer of the candidate at a place."""
         policy, view, prompt = self._policy, self._fleet.instances[place], self._prompt
         requests, prefilling, pool = view.requests, view.prefilling, view.kv_capacity_tokens
-        own_s = self.own_s(view.cached_tokens)
+        own_s = self.own_s(view)
         queue_s = self.queue_s(view, own_s)
-        others_s = policy.others_weight * requests * (own_s if prefilling else own_s + self._step_s)
+        others_s = policy.others_weight * requests * (own_s if prefilling else own_s + self.step_s(view))
         over, room_s = tokens_over(view, prompt, policy.pool_share), 0.0
         if over > 0:
             room_s = policy.hold_s * over / pool
             waiting = requests if self._full() else prefilling
             others_s += policy.hold_s * min(over, prompt) / pool * waiting
-        return queue_s, policy.queue_crowd * requests * queue_s, room_s, own_s, others_s
+        return queue_s, policy.queue_crowd * requests * queue_s, room_s, own_s, others_s, self.answer_s(view.instance)
 
-    def own_s(self, cached: int) -> float:
-        """Seconds of this prefill where so many of its tokens are cached."""
+    def own_s(self, view: InstanceView) -> float:
+        """Seconds of this prefill on an instance."""
+        own_s = self._own_s(view.cached_tokens)
+        return self.slowness.get(view.instance, 1.0) * own_s if self.slowness else own_s
+
+    def step_s(self, view: InstanceView) -> float:
+        """Seconds that a step with a short prefill takes longer on an instance."""
+        return self.slowness.get(view.instance, 1.0) * self._step_s if self.slowness else self._step_s
+
+    def answer_s(self, instance: str) -> float:
+        """Seconds of the answer on an instance; 0 if all count as equal."""
+        return self.slowness.get(instance, 1.0) * self._policy.answer_s if self.slowness else 0.0
+
+    def _own_s(self, cached: int) -> float:
+        """Seconds of this prefill where so many of its tokens are cached and the slowness is 1."""
         own_s = self._owns.get(cached)
         if own_s is None:
             own_s = self._owns[cached] = self.model.seconds(self._prompt - cached, cached)
@@ -250,7 +288,14 @@ class Prices:
     def bounds(self) -> list[float]:
         """At most the score of every candidate: rounding is monotonic, and the terms left out are not negative."""
         columns, weight = self._columns, self._policy.others_weight
-        owns = {cached: self.own_s(cached) for cached in set(columns.cached_tokens)}
+        owns = {cached: self._own_s(cached) for cached in set(columns.cached_tokens)}
+        if self.slowness:
+            return [
+                (own_s := self.slowness.get(name, 1.0) * owns[cached]) + weight * requests * own_s + self.answer_s(name)
+                for name, cached, requests in zip(
+                    columns.instance, columns.cached_tokens, columns.requests, strict=True
+                )
+            ]
         return [
             (own_s := owns[cached]) + weight * requests * own_s
             for cached, requests in zip(columns.cached_tokens, columns.requests, strict=True)
@@ -286,6 +331,12 @@ class Prices:
         return self._nobody_has_room
 
 
+def total_s(terms: Terms) -> float:
+    """The score: added from left to right, since ``sum`` rounds otherwise from Python 3.12 on."""
+    queue_s, crowd_s, room_s, own_s, others_s, answer_s = terms
+    return queue_s + crowd_s + room_s + own_s + others_s + answer_s
+
+
 def queued_s(pending_tokens: int, prefilling: int, model: PrefillModel) -> float:
     """Seconds to finish the queued prefills of one candidate, the first of them half done."""
     if not prefilling or not pending_tokens:
@@ -296,7 +347,7 @@ def queued_s(pending_tokens: int, prefilling: int, model: PrefillModel) -> float
 
 
 def queues_s(columns: FleetColumns, model: PrefillModel) -> list[float]:
-    """``queued_s`` of every candidate."""
+    """``queued_s`` of every candidate, as if all were equally fast."""
     linear, squared = model.s_per_token, model.s_per_token_squared
     news = [
         pending / prefilling if prefilling else 0.0

@@ -34,7 +34,7 @@ def _row(
     core: Core, fleet: FleetChanges, instance: Instance, now_s: float, classes: Mapping[str, Mapping[str, int]]
 ) -> dict[str, Any]:
     state = core.router.state
-    load = state.ledger.load(instance.name, now_s)
+    load, slowness = state.ledger.load(instance.name, now_s), state.costs.slowness.known.get(instance.name)
     return {
         "name": instance.name,
         "url": instance.url,
@@ -62,6 +62,7 @@ def _row(
         "pending_prefill_tokens": load.pending_prefill_tokens,
         "decoding_tokens": load.decoding_tokens,
         "specialist": instance.name in state.specialists.names,
+        "slowness": round(slowness, 3) if slowness else None,
         "recent_tokens": round(load.recent_tokens, 1),
         "sessions": state.sessions.count(instance.name),
         "index_blocks": state.index.blocks(instance.name),

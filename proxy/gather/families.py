@@ -57,7 +57,10 @@ _RULES = {
         *("warmroute_instance_healthy", "warmroute_shared_state_linked"),
         "warmroute_tls_certificate_not_after_timestamp_seconds",
     ),
-    GaugeRule.MEAN: ("warmroute_hit_loss_ratio", "warmroute_hit_ratio", "warmroute_short_prefill_step_seconds"),
+    GaugeRule.MEAN: (
+        *("warmroute_hit_loss_ratio", "warmroute_hit_ratio", "warmroute_instance_slowness_ratio"),
+        "warmroute_short_prefill_step_seconds",
+    ),
 }
 GAUGES = MappingProxyType({name: rule for rule, names in _RULES.items() for name in names})
 """Name of a gauge -> its rule; every gauge of the proxy is here."""

@@ -39,6 +39,7 @@ _INSTANCE = MappingProxyType(
         "last_error": any_of,
         "recycle_wanted": any_of,
         "specialist": largest,
+        "slowness": largest,
         "breaker": _worst_breaker,
         "restarts": largest,
         "requests": total,

@@ -49,6 +49,7 @@ _GAUGES = {
     "sessions": "Sessions pinned to the instance",
     "index_blocks": "Blocks in the shadow index of the instance",
     "kv_usage_ratio": "Share of the KV pool in use, as last reported",
+    "slowness_ratio": "Learned time of a prefill over that on the middle instance; no sample while all count as equal",
 }
 
 
@@ -77,6 +78,7 @@ def instance_families(router: Router, instances: Instances, events: EventSubscri
             ("sessions", router.state.sessions.count(name)),
             ("index_blocks", router.state.index.blocks(name)),
             ("kv_usage_ratio", instance.reported.kv_usage),
+            ("slowness_ratio", router.state.costs.slowness.known.get(name)),
         ):
             if value is not None:
                 gauges[figure].add_metric([name], float(value))

@@ -17,9 +17,10 @@ def params(name: str, **given: Any) -> dict[str, Any]:
 
 
 def test_times_are_divided_and_nothing_else() -> None:
-    assert params("warm", slowdown=0.0) == {"hold_s": 1.5, "step_s": 0.002, "slowdown": 0.0}
+    assert params("warm", slowdown=0.0) == {"hold_s": 1.5, "step_s": 0.002, "slowdown": 0.0, "answer_s": 0.15}
     given = {"hold_s": 10.0, "pool_share": 0.5, "slowdown": 0.0}
-    assert params("warm", **given) == {"hold_s": 0.5, "step_s": 0.002, "pool_share": 0.5, "slowdown": 0.0}
+    expected = {"hold_s": 0.5, "step_s": 0.002, "pool_share": 0.5, "slowdown": 0.0, "answer_s": 0.15}
+    assert params("warm", **given) == expected
     assert params("smetric") == {"ttft_slo_s": 0.05, "ttft_slo_s_per_1k_tokens": pytest.approx(0.0625 / 20)}
     assert params("linear", alpha=2.0) == {"alpha": 2.0}
 

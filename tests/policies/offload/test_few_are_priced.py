@@ -91,7 +91,10 @@ def drawn_costs(draw: random.Random, names: list[str]) -> Costs:
         transfer = transfer.observe(job, draw.uniform(0.01, 5.0), draw.uniform(0, 100)).settled(
             pair, draw.random() < 0.7
         )
-    return Costs(prefill, transfer, 120.0)
+    slowness = {}
+    if draw.random() < 0.3:
+        slowness = {name: draw.choice((0.3, 1.0, 1.0, 2.5)) for name in names if draw.random() < 0.8}
+    return Costs(prefill, transfer, 120.0, slowness=slowness)
 
 
 def exhaustive(
@@ -99,8 +102,9 @@ def exhaustive(
 ) -> tuple[str | None, OffloadReason, dict[str, float]] | None:
     """P, reason and prices after every candidate was priced by the formulas of the docstring; None: no candidate."""
     costs = fleet.costs or Costs()
-    alone_s = costs.prefill.predict(request.prompt_tokens - decode.cached_tokens, decode.cached_tokens).seconds
-    queue_s = costs.prefill.queue_s(decode.pending_prefill_tokens, decode.prefilling)
+    slow = costs.slowness.get(decode.instance, 1.0)
+    alone_s = slow * costs.prefill.predict(request.prompt_tokens - decode.cached_tokens, decode.cached_tokens).seconds
+    queue_s = slow * costs.prefill.queue_s(decode.pending_prefill_tokens, decode.prefilling)
     waiting = sum(view.prefilling for view in fleet.instances) / len(fleet.instances)
     found = []
     for view in fleet.senders:
@@ -109,8 +113,9 @@ def exhaustive(
             continue
         job = transfer_job(request, view, decode, fleet.offloads_in_flight, costs.bytes_per_token)
         estimate = costs.transfer.predict(job, costs.now_s)
-        there_s = costs.prefill.predict(request.prompt_tokens - view.cached_tokens, view.cached_tokens).seconds
-        queued_s = costs.prefill.queues_s([view.pending_prefill_tokens], [view.prefilling])[0]
+        slow = costs.slowness.get(view.instance, 1.0)
+        there_s = slow * costs.prefill.predict(request.prompt_tokens - view.cached_tokens, view.cached_tokens).seconds
+        queued_s = slow * costs.prefill.queues_s([view.pending_prefill_tokens], [view.prefilling])[0]
         offloaded_s = max(queued_s + there_s + estimate.seconds, queue_s)
         own_s = queue_s + alone_s - offloaded_s
         streams_s = planner.stall_share * (decode.decode_streams * alone_s - view.decode_streams * there_s)
@@ -144,7 +149,7 @@ def exhaustive(
 
 def test_the_cost_model_plans_as_if_it_had_priced_every_candidate() -> None:
     draw, reasons = random.Random(18), dict.fromkeys(OffloadReason, 0)
-    for _ in range(2_500):
+    for _ in range(4_000):
         request, fleet, decode = drawn(draw)
         planner, columns = draw.choice(PLANNERS), draw.choice((None, FleetColumns.of(fleet.senders)))
         plan = planner.plan(request, decode, RequestClass.HEAVY, fleet, columns)

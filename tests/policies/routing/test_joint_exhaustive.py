@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from typing import Any
 
 from policies.costs.book import transfer_job
@@ -39,6 +40,7 @@ PARAMS: tuple[dict[str, Any], ...] = (
     {"heavy_tokens": 1, "max_own_loss": 10.0, "eviction_weight": 5.0},
     {"heavy_tokens": 1, "max_own_loss": 10.0, "eviction_weight": 0.0},
     {"heavy_tokens": 1, "max_own_loss": 10.0, "answer_s": 0.0},
+    {"heavy_tokens": 1, "max_own_loss": 10.0, "learned_slowness": False},
 )
 
 
@@ -125,7 +127,7 @@ def exhaustive(
     bound_s = (1 + policy.max_own_loss) * first_s
     receivers = [
         (
-            queues[view.instance] + policy.stream_s * view.requests + evictions.get(view.instance, 0.0),
+            queues[view.instance] + decode_of(policy, fleet, view) + evictions.get(view.instance, 0.0),
             tie_break(fleet, at),
             view,
         )
@@ -164,7 +166,20 @@ def warm_of(policy: Joint) -> Warm:
         learned=policy.learned,
         slowdown=policy.slowdown,
         overtakes=policy.overtakes,
+        answer_s=policy.answer_s,
+        learned_slowness=policy.learned_slowness,
     )
+
+
+def slowness_of(policy: Joint, fleet: FleetSnapshot) -> Mapping[str, float]:
+    used = policy.learned and policy.learned_slowness and fleet.costs is not None
+    return fleet.costs.slowness if used and fleet.costs is not None else {}
+
+
+def decode_of(policy: Joint, fleet: FleetSnapshot, view: InstanceView) -> float:
+    """Price of decoding there: one more stream, and the answer itself where instances differ in speed."""
+    slowness = slowness_of(policy, fleet)
+    return policy.stream_s * view.requests + (slowness.get(view.instance, 1.0) * policy.answer_s if slowness else 0.0)
 
 
 def evictions_of(policy: Joint, request: RequestView, fleet: FleetSnapshot) -> dict[str, float]:
@@ -177,6 +192,7 @@ def evictions_of(policy: Joint, request: RequestView, fleet: FleetSnapshot) -> d
         view.instance: policy.eviction_weight
         * fleet.contexts.return_share
         * again_s
+        * slowness_of(policy, fleet).get(view.instance, 1.0)
         * (fleet.contexts.tokens.get(view.instance, 0) + request.prompt_tokens)
         / view.kv_capacity_tokens
         for view in fleet.instances
@@ -209,11 +225,12 @@ def priced(
     like_p = warm_of(policy).choose(request, fleet._replace(instances=(prefill,)))
     queue_s, prefill_s = (
         like_p.scores[0].inputs["queue_s"],
-        model.seconds(request.prompt_tokens - prefill.cached_tokens, prefill.cached_tokens),
+        slowness_of(policy, fleet).get(prefill.instance, 1.0)
+        * model.seconds(request.prompt_tokens - prefill.cached_tokens, prefill.cached_tokens),
     )
     transfer_s = costs.transfer.predict(job, costs.now_s).seconds
     first_s = max(queue_s + prefill_s + transfer_s, queues[decode.instance])
-    streams_s, decode_s = prefill.decode_streams * prefill_s, policy.stream_s * decode.requests
+    streams_s, decode_s = prefill.decode_streams * prefill_s, decode_of(policy, fleet, decode)
     risk_s, behind_s = costs.transfer.failure_rate(pair) * first_s, policy.queue_cost * queue_s
     return {
         "prefill_queue_s": queue_s,

@@ -134,9 +134,13 @@ def _moved_s(
     job = transfer_job(request, sender, target, fleet.offloads_in_flight, costs.bytes_per_token)
     transfer_s = costs.transfer.predict(job, costs.now_s).seconds
     first_s = max(term["queue_s"] + term["own_s"] + transfer_s, terms[place]["queue_s"])
-    alone_s = 0.0 if sender.prefilling else policy.step_s
+    slowness = costs.slowness if policy.learned else {}
+    slow = slowness.get(target.instance, 1.0)
+    alone_s = 0.0 if sender.prefilling else policy.step_s * slowness.get(sender.instance, 1.0)
     stalled_s = policy.others_weight * sender.requests * (term["own_s"] + alone_s)
-    decode_s = (policy.step_s + policy.stream_s) * target.requests
+    decode_s = (policy.step_s * slow + policy.stream_s) * target.requests + (
+        policy.answer_s * slow if slowness else 0.0
+    )
     risk_s = costs.transfer.failure_rate((sender.instance, target.instance)) * first_s
     return first_s + term["crowd_s"] + policy._room_s(request, sender) + stalled_s + decode_s + risk_s
 

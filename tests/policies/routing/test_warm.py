@@ -230,3 +230,39 @@ def test_every_term_is_a_time_and_the_score_is_their_sum(case: tuple[RequestView
 def test_parameters_out_of_range_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=f"warm: {next(iter(bad))} must"):
         Warm(**bad)  # type: ignore[arg-type]
+
+
+UNEQUAL = COSTS._replace(slowness={"slow": 3.0, "quick": 0.5})
+
+
+def test_prefills_steps_and_the_answer_take_longer_on_a_slow_instance() -> None:
+    slow = InstanceView("slow", requests=16)
+    queued = InstanceView("quick", requests=16, prefilling=2, pending_prefill_tokens=20_000)
+    found = Warm().choose(ASKED, fleet_of(slow, queued, InstanceView("middle"), costs=UNEQUAL))
+    inputs = score_of(found, "slow").inputs
+    assert inputs["own_s"] == pytest.approx(3 * 1.6)
+    assert inputs["others_s"] == pytest.approx(3 * (1.6 + 0.04) * 16)
+    assert inputs["answer_s"] == pytest.approx(3 * 3.0)
+    assert inputs["slowness"] == 3.0
+    alike = Warm().choose(ASKED, fleet_of(slow, queued, costs=COSTS))
+    assert score_of(found, "quick").inputs["queue_s"] == pytest.approx(score_of(alike, "quick").inputs["queue_s"] / 2)
+    assert score_of(found, "middle").inputs["answer_s"] == 3.0
+    assert not score_of(alike, "slow").inputs.keys() & {"answer_s", "slowness"}
+
+
+@pytest.mark.parametrize("policy", [Warm(learned=False), Warm(learned_slowness=False), Joint(learned_slowness=False)])
+def test_without_learning_all_instances_count_as_equally_fast(policy: Warm) -> None:
+    fleet = fleet_of(InstanceView("slow"), InstanceView("quick", requests=1), costs=UNEQUAL)
+    assert policy.choose(ASKED, fleet).instance == "slow"
+    assert Warm().choose(ASKED, fleet).instance == "quick"
+
+
+@given(cases())
+def test_the_quick_choice_knows_of_slow_instances(case: tuple[RequestView, FleetSnapshot]) -> None:
+    request, whole = case
+    names = [view.instance for view in whole.instances]
+    unequal = whole._replace(costs=COSTS._replace(slowness=dict(zip(names, (4.0, 0.25, 2.0), strict=False))))
+    columns = FleetColumns.of(unequal.instances)
+    for policy in (Warm(), Joint(), Migrate()):
+        place = policy.quick(request, unequal, columns).place
+        assert columns.instance[place] == policy.choose(request, unequal).instance

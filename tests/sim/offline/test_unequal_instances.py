@@ -1,0 +1,61 @@
+"""Fleets whose instances differ in speed: found out, and routed accordingly."""
+
+from __future__ import annotations
+
+import pytest
+
+from policies.registry import make_routing
+from sim.offline.options import SimOptions, SimulationError
+from sim.offline.setup import parsed_speeds
+from sim.offline.simulate import OfflineRun, simulate
+from tests.sim.offline.offline_runs import ROOMY_TOKENS, agents, run
+
+TRACE = agents(900, rate_per_s=4.0, seed=5)
+
+
+def learned(speeds: tuple[float, ...], policy: str = "warm") -> dict[str, float]:
+    """Slowness of four instances after a trace."""
+    options = SimOptions(instances=4, pool_tokens=ROOMY_TOKENS, speeds=speeds)
+    offline = OfflineRun.of_trace(TRACE, options, make_routing(policy))
+    offline.run(lambda _: None)
+    return dict(offline._router.state.costs.slowness.known)
+
+
+def test_the_slowness_of_each_instance_is_learned() -> None:
+    found = learned((1.0, 1.0, 1.0, 0.25))
+    assert found["inst-3"] == pytest.approx(4.0, rel=0.3)
+    for number in range(3):
+        assert found[f"inst-{number}"] == pytest.approx(1.0, rel=0.3)
+
+
+@pytest.mark.parametrize("policy", ["warm", "joint", "session_sticky"])
+def test_equal_instances_stay_equal(policy: str) -> None:
+    assert learned((), policy) == {}
+
+
+def test_requests_wait_less_where_the_slowness_is_known() -> None:
+    options = SimOptions(instances=4, pool_tokens=ROOMY_TOKENS, speeds=(1.0, 1.0, 1.0, 0.25))
+    means = []
+    for learns in (True, False):
+        records = simulate(TRACE, options, make_routing("warm", {"learned_slowness": learns})).run.records
+        assert all(record.ok for record in records)
+        means.append(sum(record.ttft_s or 0.0 for record in records) / len(records))
+    assert means[0] < 0.9 * means[1]
+
+
+def test_every_instance_has_its_speed_in_turn() -> None:
+    rows = run(agents(20), speeds=(1.0, 0.5), instances=5).instances
+    assert [row.slowness for row in rows] == [1.0, 2.0, 1.0, 2.0, 1.0]
+
+
+@pytest.mark.parametrize("speeds", [(1.0, 0.0), (-1.0,), (float("inf"),), (1.0,) * 5])
+def test_impossible_speeds_are_refused(speeds: tuple[float, ...]) -> None:
+    with pytest.raises(SimulationError, match="--speeds"):
+        SimOptions(instances=4, speeds=speeds).check()
+
+
+def test_speeds_are_numbers_separated_by_commas() -> None:
+    assert parsed_speeds("1,0.5") == (1.0, 0.5)
+    assert parsed_speeds("") == ()
+    with pytest.raises(SimulationError, match=r"such as 1,0\.5"):
+        parsed_speeds("1;2")
