@@ -35,6 +35,7 @@ from bench.routers.plan import estimates_of, order_of, plan_lines
 from bench.routers.records import RouterRecordError, RoutersConditions, read_records
 from bench.routers.session import kept, run_all, spans
 from bench.routers.short_steps import step_lines
+from bench.routers.slowness import slowness_lines
 from bench.routers.table import lines_of
 from launch.hardware.gpus import read_inventory
 from replayer.records.classes import PlannedClass
@@ -218,6 +219,19 @@ def steps(folder: Annotated[Path, typer.Argument(help="Folder of records.")]) ->
         if not records:
             raise RouterRecordError(f"{folder}: no records")
         for line in step_lines(records):
+            typer.echo(line)
+    except RouterRecordError as error:
+        _stop(error)
+
+
+@app.command()
+def slowness(folder: Annotated[Path, typer.Argument(help="Folder of records.")]) -> None:
+    """Print how slow each engine was in each run, learned as a proxy learns it."""
+    try:
+        records = list(read_records(folder).values())
+        if not records:
+            raise RouterRecordError(f"{folder}: no records")
+        for line in slowness_lines(records):
             typer.echo(line)
     except RouterRecordError as error:
         _stop(error)
