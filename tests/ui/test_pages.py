@@ -150,6 +150,8 @@ def test_an_instance_page_shows_its_row(proxy: LiveProxy, open_page: OpenPage) -
     expect(page.locator('[data-fact="URL"] dd')).to_have_text(row["url"])
     assert fact(page, "Models") == ", ".join(row["models"])
     assert fact(page, "Breaker").startswith("closed")
+    # On a busy machine one of equal engines may look slow.
+    assert fact(page, "Prefill time").endswith(("as elsewhere", " times that of the middle instance"))
     expect(page.locator("#page-instance tbody tr").first).to_be_visible()
 
 

@@ -14,7 +14,7 @@ function facts(row) {
     ["Sessions", count(row.sessions)], ["Engine: running + waiting", `${count(row.engine.running)} + ${count(row.engine.waiting)}`], ["KV use", share(row.engine.kv_usage)], ["KV pool", `${count(row.engine.kv_capacity_tokens)} tokens`],
     ["Index", `${count(row.index_blocks)} of ${count(row.index_capacity_blocks)} blocks`], ["KV events", events ? (events.trusted ? "trusted" : `not trusted: ${words(events.not_trusted_because)}`) : "not followed"],
     ["Hit rate, last minute", share(row.recent?.hit_rate)], ["First token, mean of last minute", ms(row.recent?.first_byte_ms)], ["Finished, last minute", count(row.recent?.finished ?? 0)], ["Failed, last minute", count(row.recent?.failed ?? 0)],
-    ["Breaker", `${words(row.breaker.state)}, opened ${row.breaker.openings} times`], ["Restarts", count(row.restarts)], ["Engine started", moment(row.started_unix_s)], ["Last error", row.last_error ?? "none"],
+    ["Breaker", `${words(row.breaker.state)}, opened ${row.breaker.openings} times`], ["Restarts", count(row.restarts)], ["Prefill time", row.slowness === null ? "as elsewhere" : `${row.slowness.toFixed(2)} times that of the middle instance`], ["Engine started", moment(row.started_unix_s)], ["Last error", row.last_error ?? "none"],
   ];
 }
 
