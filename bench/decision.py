@@ -40,6 +40,7 @@ from policies.session import Routed
 from proxy.breakdown import Breakdown
 from proxy.metrics.exporter import Metrics
 from proxy.request.parse import Endpoint
+from proxy.request.usage import Usage
 from proxy.routing.router import Router
 from proxy.sessions.identity import SessionSources
 from proxy.settings import SessionSettings, Settings
@@ -240,7 +241,7 @@ class Loop:
         times["view"].append(t4 - t3)
         times["route"].append(t5 - t4)
         t6 = clock()
-        router.learn_ratio(parsed, request.prompt_tokens)
+        router.learn(parsed, Usage(prompt_tokens=request.prompt_tokens), routed.commitment)
         times["learn usage"].append(clock() - t6)
         return row, routed
 

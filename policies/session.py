@@ -225,8 +225,15 @@ class RoutingSession:
     def prefilled(self, commitment: Commitment, seconds: float) -> LegTime:
         """Learn from D's first token of a request that ran co-located."""
         ordered = commitment.decode.due_s is not None
-        commitment.first_token_s = seconds
+        if commitment.prefill is None:
+            commitment.first_token_s = seconds
         return LegTime(self.state.costs.prefilled(commitment.workload.decode, seconds, ordered=ordered), seconds)
+
+    def compare(self, commitment: Commitment, prompt_tokens: int, cached_tokens: int, now_s: float) -> None:
+        """Learn how slow D is from an answer that has ended; the counts are those that it reported."""
+        seconds = commitment.first_token_s
+        if seconds is not None and commitment.decode_unchanged:
+            self.state.costs.compare(commitment.workload.decode, prompt_tokens, cached_tokens, seconds, now_s)
 
     def prefilled_on_p(self, commitment: Commitment, seconds: float, now_s: float) -> LegTime:
         """Learn from a P leg that succeeded; its KV is held for D from now on."""

@@ -42,6 +42,7 @@ class Commitment:
         "_not_yet_on_decode",
         "_promised",
         "_released",
+        "_restarts",
         "_state",
         "_turn",
         "decode",
@@ -72,6 +73,7 @@ class Commitment:
         self._in_flight = prefill is not None
         known = state._instances
         self._lives = (known[decode.instance], None if prefill is None else known[prefill.instance])
+        self._restarts = known[decode.instance].restarts
         self.decode = decode
         self.prefill = prefill
         self.workload = workload
@@ -79,12 +81,17 @@ class Commitment:
         self.stream: WatchedStream | None = None
         """Its answer, while D streams it."""
         self.first_token_s: float | None = None
-        """Seconds to D's first token, if D prefilled it."""
+        """Seconds to D's first token, if it was to prefill it from the beginning."""
 
     @property
     def decode_known(self) -> bool:
         """True if D is still in the fleet: neither removed nor replaced by another engine of its name."""
         return self._state._instances.get(self.decode.instance) is self._lives[0]
+
+    @property
+    def decode_unchanged(self) -> bool:
+        """True if D is still in the fleet and has not restarted since."""
+        return self.decode_known and self._lives[0].restarts == self._restarts
 
     @property
     def prefill_known(self) -> bool:
@@ -143,8 +150,6 @@ class Commitment:
             self._released = True
             state = self._state
             state.accounts.ended(self._turn, now_s, cached_tokens, state.costs.prefill)
-            if self.first_token_s is not None and self.decode_known:
-                state.costs.compare(self.workload.decode, cached_tokens, self.first_token_s)
         if self._hold is not None:
             self._hold.orphan((now_s or 0.0) + hold_s)
         if self.stream is not None:
@@ -217,6 +222,7 @@ class FleetState:
         self._instances[instance] = KnownInstance(role, host, transport, connector, ordered=ordered)
         self.accounts.add_instance(instance)
         self.index.add_instance(instance)
+        self.costs.slowness.add(instance)
         self.predictor.add_instance(instance)
 
     def remove_instance(self, instance: str) -> Callable[[], int]:
@@ -250,7 +256,9 @@ class FleetState:
         self.holds.forget(instance)
         self.specialists.restarted(instance)
         self.costs.watch.forget(instance)
-        self.costs.slowness.forget(instance)  # perhaps of another GPU, or repaired
+        self.costs.slowness.restarted(instance)
+        if instance in self._instances:
+            self._instances[instance].restarts += 1
 
     def set_capacity(self, instance: str, kv_capacity_tokens: int, block_tokens: float) -> None:
         """Set the engine's KV pool in tokens, which bounds its shadow index."""

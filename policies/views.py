@@ -22,6 +22,7 @@ class KnownInstance:
     kv_capacity_tokens: int = 0
     kv_used_tokens: int = 0
     promised_at_report_tokens: int = 0
+    restarts: int = 0
     ordered: bool = False
     """Its engine computes waiting prompts by ``priority`` (`policies.costs.order`)."""
 

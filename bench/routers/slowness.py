@@ -63,10 +63,10 @@ def learned_slowness(requests: Sequence[RequestFigures]) -> LearnedSlowness:
         if each.prefill_instance is not None:
             continue
         compared += not job.prefilling and job.new_tokens >= book.prefill.smallest_tokens
-        book.compare(job, each.cached_tokens, seconds)
-        if book.slowness.known and first_s is None:
+        book.compare(job, each.prompt_tokens or 0, cached, seconds, time_s)
+        if book.slowness.latest and first_s is None:
             first_s = time_s
-    return LearnedSlowness(compared, first_s, book.slowness.known)
+    return LearnedSlowness(compared, first_s, book.slowness.latest)
 
 
 def slowness_lines(records: Iterable[RouterRecord]) -> Iterator[str]:

@@ -91,10 +91,12 @@ class CostBook:
         self.steps = StepFit()
         self.watch = StepWatch()
         self.slowness = Slowness()
+        self._reporting = set[str]()
+        """Instances that have reported cached tokens; 0 of another one may mean that it cannot."""
 
     def at(self, now_s: float) -> Costs:
         """Snapshot of the models for a decision at ``now_s``."""
-        short_step, slowness = self.steps.short_step, self.slowness.known
+        short_step, slowness = self.steps.short_step, self.slowness.at(now_s)
         return Costs(self.prefill, self.transfer, now_s, self.bytes_per_token, short_step, slowness)
 
     def prefilled(self, job: PrefillJob, seconds: float, *, ordered: bool = False) -> float:
@@ -109,7 +111,7 @@ class CostBook:
             seconds: from sending it to its first token.
             ordered: its engine computes by due times.
         """
-        slowness = self.slowness.known.get(job.instance, 1.0)
+        slowness = self.slowness.latest.get(job.instance, 1.0)
         seconds /= slowness
         queue_s = self.prefill.queue_s(job.pending_tokens, job.prefilling)
         expected_s = queue_s + self.prefill.seconds(job.new_tokens, job.cached_tokens)
@@ -119,20 +121,28 @@ class CostBook:
             self.short_prefills = self.short_prefills.observe(job.new_tokens, expected_s, seconds)
         return predicted_s
 
-    def compare(self, job: PrefillJob, cached_tokens: int | None, seconds: float) -> None:
+    def compare(self, job: PrefillJob, prompt_tokens: int, cached_tokens: int, seconds: float, now_s: float) -> None:
         """Learn how slow the instance is from a first token after ``seconds``, at the end of its answer.
 
         Only from prefills that waited for no other one.
 
         Args:
             job: the prefill.
-            cached_tokens: what was cached, as the engine reported; None: what was expected.
+            prompt_tokens: the prompt, as the engine counted it: that of the job may be an estimate.
+            cached_tokens: what of it was cached, as the engine reported.
             seconds: from sending it to its first token.
+            now_s: time of the end.
         """
-        cached = job.cached_tokens if cached_tokens is None else cached_tokens
-        new_tokens = job.new_tokens + job.cached_tokens - cached
+        if cached_tokens:
+            self._reporting.add(job.instance)
+        elif job.instance not in self._reporting:
+            cached_tokens = min(job.cached_tokens, prompt_tokens)
+        new_tokens = prompt_tokens - cached_tokens
         if job.room and not job.prefilling and new_tokens >= self.prefill.smallest_tokens:
-            self.slowness.observe(job.instance, self.prefill.seconds(new_tokens, cached), seconds)
+            expected_s = self.prefill.seconds(new_tokens, cached_tokens)
+            self.slowness.observe(job.instance, expected_s, seconds, now_s)
+            if self.prefill.buckets:
+                self.prefill = self.prefill.scaled(self.slowness.recentre())
 
     def transferred(self, workload: Workload, seconds: float, now_s: float) -> float:
         """Learn from a D leg whose first token took ``seconds``; returns the predicted seconds.
@@ -147,7 +157,7 @@ class CostBook:
             raise ValueError("the decision had no hand-off")
         predicted_s = self.transfer.predict(job, now_s).seconds
         queue_s = self.prefill.queue_s(decode.pending_tokens, decode.prefilling)
-        queue_s *= self.slowness.known.get(decode.instance, 1.0)
+        queue_s *= self.slowness.latest.get(decode.instance, 1.0)
         if queue_s <= predicted_s:
             self.transfer = self.transfer.observe(job, seconds, now_s)
         self.transfer = self.transfer.settled(job.pair, ok=True)
@@ -175,3 +185,4 @@ class CostBook:
         self.transfer = self.transfer.without(instance)
         self.watch.forget(instance)
         self.slowness.forget(instance)
+        self._reporting.discard(instance)

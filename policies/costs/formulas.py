@@ -289,6 +289,13 @@ class PrefillModel:
         """Learned corrections by the power of two of the tokens."""
         return self._buckets
 
+    def scaled(self, log_ratio: float) -> PrefillModel:
+        """The same model with every learned correction larger by this logarithm."""
+        if not log_ratio:
+            return self
+        changed = {at: each._replace(log_ratio=each.log_ratio + log_ratio) for at, each in self._buckets.items()}
+        return self.with_buckets(changed)
+
     def with_buckets(self, buckets: Mapping[int, LearnedRatio]) -> PrefillModel:
         """The same model with other learned corrections."""
         return replace(self, _buckets=dict(buckets))

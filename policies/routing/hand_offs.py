@@ -119,7 +119,9 @@ class PossibleHandOffs:
         self._evictions_s = evictions_s
         self._prices = prices
         self._bound_s = (1 + policy.max_own_loss) * colocated_first_s
-        self._saved_s = policy.answer_s * (fleet.specialists.get(columns.instance[alone], 1.0) - 1)
+        name = columns.instance[alone]
+        answer_s = prices.answer_s(name) if prices.slowness else policy.answer_s
+        self._saved_s = answer_s * (fleet.specialists.get(name, 1.0) - 1)
         self._costs = fleet.costs or Costs()
         self._transfers: dict[int, Transfers] = {}
         """By the place of D."""
@@ -139,7 +141,7 @@ class PossibleHandOffs:
         streams_s = (view.requests - view.prefilling) * prefill_s
         if prefill_s + streams_s - saved_s >= score_s:
             return False
-        queue_s = self._queue_s(view, prefill_s)
+        queue_s = self._queue_s(view, self._prices.alike_s(view))
         return queue_s + prefill_s + streams_s + self._policy.queue_cost * queue_s - saved_s < score_s
 
     def handed_off(self, prefills: Sequence[InstanceView]) -> PricedHandOff | OffloadReason:
@@ -167,7 +169,7 @@ class PossibleHandOffs:
                 self._transfers[place] = transfers
             transfer_s, _ = transfers.times(view, pair, max(streams, decode.decode_streams), 0.0)
             prefill_s = self._prices.own_s(view)
-            queue_s = self._queue_s(view, prefill_s)
+            queue_s = self._queue_s(view, self._prices.alike_s(view))
             decode_queue_s = self._queue_s(decode)
             first_s = max(queue_s + prefill_s + transfer_s, decode_queue_s)
             if first_s > self._bound_s:

@@ -106,7 +106,7 @@ class Migrate(Warm):
     def _queues(self, fleet: FleetSnapshot, columns: FleetColumns, prices: Prices) -> list[float]:
         """The term ``queue`` of every candidate."""
         return [
-            prices.queue_s(view, prices.own_s(view)) if view.queue or prices.slowness else full_s
+            prices.queue_s(view, prices.alike_s(view)) if view.queue or prices.slowness else full_s
             for view, full_s in zip(fleet.instances, queues_s(columns, prices.model), strict=True)
         ]
 

@@ -108,6 +108,8 @@ class Warm(ColumnPolicy):
     ) -> float:
         """Seconds of a queue that a prefill of ``own_s`` seconds waits for where the engine orders them.
 
+        Both as if all instances were equally fast: due times are made of that.
+
         Other replicas' prefills are part of the queue; they count as overtaken in the proportion of this one's.
         """
         costs = fleet.costs
@@ -191,11 +193,10 @@ class Warm(ColumnPolicy):
             own_s = owns.get(cached)
             if own_s is None:
                 own_s = owns[cached] = model.seconds(prompt - cached, cached)
-            full_s = queued
+            queue_s = self.waits_s(queued, view, own_s, fleet, request.has_priority) if view.queue else queued
             if slowness:
                 slow = slowness.get(view[0], 1.0)
-                own_s, full_s, alone_s, answer_s = slow * own_s, slow * queued, slow * step_s, slow * self.answer_s
-            queue_s = self.waits_s(full_s, view, own_s, fleet, request.has_priority) if view.queue else full_s
+                own_s, queue_s, alone_s, answer_s = slow * own_s, slow * queue_s, slow * step_s, slow * self.answer_s
             others_s = weight * requests * (own_s if prefilling else own_s + alone_s)
             room_s = 0.0
             if over > 0:
@@ -241,22 +242,21 @@ class Prices:
     def first_s(self, place: int) -> float:
         """Seconds to the first token at a place: its queue, and this prefill."""
         view = self._fleet.instances[place]
-        own_s = self.own_s(view)
-        return self.queue_s(view, own_s) + own_s
+        return self.queue_s(view, self.alike_s(view)) + self.own_s(view)
 
     def queue_s(self, view: InstanceView, own_s: float) -> float:
-        """Seconds that a prefill of ``own_s`` seconds waits for others on an instance."""
+        """Seconds that a prefill waits for others on an instance; ``own_s``: its own if all were equally fast."""
         queue_s = queued_s(view.pending_prefill_tokens, view.prefilling, self.model)
-        if self.slowness:
-            queue_s = self.slowness.get(view.instance, 1.0) * queue_s
-        return self._policy.waits_s(queue_s, view, own_s, self._fleet, self._has_priority) if view.queue else queue_s
+        if view.queue:
+            queue_s = self._policy.waits_s(queue_s, view, own_s, self._fleet, self._has_priority)
+        return self.slowness.get(view.instance, 1.0) * queue_s if self.slowness else queue_s
 
     def terms(self, place: int) -> Terms:
         """Queue, crowd, room, own, others and answer of the candidate at a place."""
         policy, view, prompt = self._policy, self._fleet.instances[place], self._prompt
         requests, prefilling, pool = view.requests, view.prefilling, view.kv_capacity_tokens
         own_s = self.own_s(view)
-        queue_s = self.queue_s(view, own_s)
+        queue_s = self.queue_s(view, self.alike_s(view))
         others_s = policy.others_weight * requests * (own_s if prefilling else own_s + self.step_s(view))
         over, room_s = tokens_over(view, prompt, policy.pool_share), 0.0
         if over > 0:
@@ -267,8 +267,12 @@ class Prices:
 
     def own_s(self, view: InstanceView) -> float:
         """Seconds of this prefill on an instance."""
-        own_s = self._own_s(view.cached_tokens)
+        own_s = self.alike_s(view)
         return self.slowness.get(view.instance, 1.0) * own_s if self.slowness else own_s
+
+    def alike_s(self, view: InstanceView) -> float:
+        """Seconds of this prefill on an instance if all were equally fast."""
+        return self._own_s(view.cached_tokens)
 
     def step_s(self, view: InstanceView) -> float:
         """Seconds that a step with a short prefill takes longer on an instance."""

@@ -202,7 +202,7 @@ class Exchange:
         finally:
             answer.close()
         # P's cached tokens do not describe the engine that continued the stream.
-        self._learn(parsed, usage, None if self._row.resumed else prefill_usage)
+        self._learn(parsed, usage, None if self._row.resumed else prefill_usage, routed)
 
     async def _open(
         self, instance: str, parsed: Parsed, body: bytes, bound_s: float, *, pulling: bool = False
@@ -376,16 +376,16 @@ class Exchange:
         headers = answer_headers(answer, self._row, routed.decision)
         self._inbound.start(answer.status, headers, length)
 
-    def _learn(self, parsed: Parsed, usage: Usage | None, prefill_usage: Usage | None) -> None:
+    def _learn(self, parsed: Parsed, usage: Usage | None, prefill_usage: Usage | None, routed: Routed) -> None:
         row = self._row
         if usage is None:
             return
-        # After a hand-off D reports all pulled tokens as cached; P's usage has the tokens that were really reused.
+        # After a hand-off D reports all pulled tokens as cached; P's usage has those that were really reused.
         row.actual_cached_tokens = (prefill_usage or usage).cached_tokens
         row.completion_tokens = usage.completion_tokens
         if usage.prompt_tokens:
             row.prompt_tokens = usage.prompt_tokens
-            self._core.router.learn_ratio(parsed, usage.prompt_tokens)
+            self._core.router.learn(parsed, usage, None if row.resumed else routed.commitment)
             self._core.tokens.check(parsed, usage.prompt_tokens)
 
     def _upstream_headers(self, instance: Instance, leg: str) -> dict[str, str]:

@@ -24,7 +24,7 @@ from policies.routing.base import RoutingPolicy
 from policies.session import Routed, RoutingSession
 from policies.sessions import SessionTable
 from policies.snapshot import FleetSnapshot
-from policies.state import FleetState
+from policies.state import Commitment, FleetState
 from policies.types import NO_TENANT, Decision, PolicyFailure, PolicyPart, RequestView, Tenant
 from proxy.request.addressed import Addressed, AddressRules, address_steps
 from proxy.request.aliases import ModelAliases
@@ -39,6 +39,7 @@ from proxy.request.parse import (
 )
 from proxy.request.steps import Lane, Steps, at_once
 from proxy.request.token_chunks import TokenChunks
+from proxy.request.usage import Usage
 from proxy.routing.policy_watch import PolicyWatch
 from proxy.routing.text_ratio import TextRatios
 from proxy.settings import InstanceSettings, Settings
@@ -279,11 +280,17 @@ class Router:
             self.state.shared.set_capacity(settings.sessions.capacity)
         self.state.ledger.set_half_life(settings.ledger.recent_half_life_s)
 
-    def learn_ratio(self, parsed: Parsed, prompt_tokens: int) -> None:
-        """Learn the bytes-per-token ratio from an engine's token count, unless a part of the prompt is no text here."""
-        prompt = parsed.prompt
-        if not (prompt.media or prompt.continued) and prompt.prompts == 1:
-            self.text_ratios.learn(parsed.endpoint, prompt.text_bytes, prompt_tokens)
+    def learn(self, parsed: Parsed, usage: Usage, commitment: Commitment | None) -> None:
+        """Learn the bytes-per-token ratio and how slow D is from an engine's counts of one whole prompt of text or ids.
+
+        ``commitment``: that of the only engine that computed it; None: there were several.
+        """
+        prompt, tokens = parsed.prompt, usage.prompt_tokens
+        if prompt.media or prompt.continued or prompt.prompts != 1 or not tokens:
+            return
+        self.text_ratios.learn(parsed.endpoint, prompt.text_bytes, tokens)
+        if commitment is not None:
+            self.routing.compare(commitment, tokens, usage.cached_tokens or 0, time.monotonic())
 
     def set_seed(self, seed: int) -> None:
         """Take over the seed of an earlier process, before the first request."""

@@ -323,6 +323,9 @@ class Simulation:
         """End the request: release it, record it, and let its session continue."""
         exchange.error = error
         exchange.serial += 1
+        if error is None and exchange.actual_cached_tokens is not None:
+            routing, prompt_tokens = self._router.routing_of(exchange), exchange.request.prompt_tokens
+            routing.compare(exchange.commitment, prompt_tokens, exchange.actual_cached_tokens, now_s)
         exchange.commitment.release(now_s, self._bounds.hold_s, exchange.actual_cached_tokens)
         self._router.changed(exchange, now_s)
         self._finished(exchange, now_s)

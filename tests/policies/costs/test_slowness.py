@@ -1,4 +1,4 @@
-"""Instances of different speed: found surely, and never where they are alike."""
+"""Instances of different speed: found surely, never where they are alike, and tried again."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import pytest
 
 from policies.costs.book import CostBook, PrefillJob
 from policies.costs.formulas import PrefillModel
-from policies.costs.slowness import ALL_ALIKE, LEAST_PREFILLS, Slowness
+from policies.costs.slowness import ALL_ALIKE, FORGOTTEN_S, FRESH_S, HALF_LIFE_S, LEAST_PREFILLS, Slowness
 
 
 def learned(speeds: dict[str, float], prefills: int, seed: int, spread: float = 0.2) -> Slowness:
-    """After prefills on instances in a random order; times are log-normal around those of their speed."""
+    """After prefills on instances in a random order, one a second; times are log-normal around those of their speed."""
     draw, slowness = random.Random(seed), Slowness()
-    for _ in range(prefills):
+    for now_s in range(prefills):
         name = draw.choice(list(speeds))
-        slowness.observe(name, 1.0, draw.lognormvariate(0.0, spread) / speeds[name])
+        slowness.observe(name, 1.0, draw.lognormvariate(0.0, spread) / speeds[name], float(now_s))
     return slowness
 
 
@@ -26,117 +26,176 @@ def test_equal_instances_are_never_taken_as_different(seed: int) -> None:
     draw, slowness = random.Random(seed), Slowness()
     names = [f"inst-{number}" for number in range(16)]
     busier = {name: draw.uniform(1.0, 1.1) for name in names}
-    for _ in range(3_000):
+    for number in range(3_000):
         name = draw.choice(names)
-        slowness.observe(name, 1.0, busier[name] * draw.lognormvariate(0.0, 0.3))
-        assert slowness.known is ALL_ALIKE
+        slowness.observe(name, 1.0, busier[name] * draw.lognormvariate(0.0, 0.3), number / 5)
+        assert slowness.at(number / 5) is ALL_ALIKE
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_slowness_of_every_instance_is_relative_to_the_middle_one(seed: int) -> None:
-    half = learned({"a": 1.0, "b": 1.0, "c": 1.0, "d": 0.25}, 400, seed).known
-    assert half.keys() == {"a", "b", "c", "d"}
-    assert half["d"] == pytest.approx(4.0, rel=0.25)
+    found = learned({"a": 1.0, "b": 1.0, "c": 1.0, "d": 0.25}, 400, seed).latest
+    assert found.keys() == {"a", "b", "c", "d"}
+    assert found["d"] == pytest.approx(4.0, rel=0.25)
     for name in "abc":
-        assert half[name] == pytest.approx(1.0, rel=0.15)
-    two = learned({"a": 1.0, "b": 0.5}, 400, seed).known
+        assert found[name] == pytest.approx(1.0, rel=0.15)
+    two = learned({"a": 1.0, "b": 0.5}, 400, seed).latest
     assert two["b"] / two["a"] == pytest.approx(2.0, rel=0.25)
     assert two["a"] * two["b"] == pytest.approx(1.0)
 
 
 def test_few_prefills_are_enough_for_a_large_difference_and_one_is_not() -> None:
     slowness = Slowness()
-    for _ in range(LEAST_PREFILLS):
-        slowness.observe("fast", 1.0, 1.0)
-    slowness.observe("slow", 1.0, 40.0)
-    assert slowness.known is ALL_ALIKE
-    for _ in range(6):
-        slowness.observe("slow", 1.0, 8.0)
-        slowness.observe("fast", 1.0, 1.0)
-    assert slowness.known["slow"] / slowness.known["fast"] == pytest.approx(10, rel=0.2)
+    for now_s in range(LEAST_PREFILLS):
+        slowness.observe("fast", 1.0, 1.0, float(now_s))
+    slowness.observe("slow", 1.0, 40.0, 6.0)
+    assert slowness.latest is ALL_ALIKE
+    for now_s in range(7, 17):
+        slowness.observe("slow", 1.0, 6.0, float(now_s))
+        slowness.observe("fast", 1.0, 1.0, float(now_s))
+    assert slowness.latest["slow"] / slowness.latest["fast"] == pytest.approx(6, rel=0.2)
 
 
 def test_one_stall_does_not_make_an_instance_slow() -> None:
     slowness = learned({"a": 1.0, "b": 1.0}, 40, 1)
-    slowness.observe("a", 1.0, 1e9)
-    assert slowness.known is ALL_ALIKE
+    slowness.observe("a", 1.0, 1e9, 40.0)
+    assert slowness.latest is ALL_ALIKE
 
 
 def test_an_instance_that_is_as_fast_as_the_others_again_is_found_to_be() -> None:
     slowness = learned({"a": 1.0, "b": 1.0, "c": 0.3}, 200, 2)
-    assert slowness.known["c"] > 2
+    assert slowness.latest["c"] > 2
     draw = random.Random(3)
-    for _ in range(400):
-        slowness.observe(draw.choice("abc"), 1.0, draw.lognormvariate(0.0, 0.2))
-    assert slowness.known is ALL_ALIKE
+    for now_s in range(200, 400):
+        slowness.observe(draw.choice("abc"), 1.0, draw.lognormvariate(0.0, 0.2), float(now_s))
+    assert slowness.latest is ALL_ALIKE
+
+
+def test_an_instance_without_prefills_comes_to_be_tried_again() -> None:
+    slowness = learned({"a": 1.0, "b": 1.0, "c": 0.25}, 200, 2)
+    before, until = slowness.at(200.0)["c"], 200.0 + FRESH_S + HALF_LIFE_S
+    for now_s in range(200, int(until)):
+        slowness.observe("ab"[now_s % 2], 1.0, 1.0, float(now_s))
+        if now_s < 190 + FRESH_S:
+            assert slowness.latest["c"] == pytest.approx(before, rel=0.1)
+    assert slowness.at(until)["c"] == pytest.approx(before**0.5, rel=0.15)
+    # One prefill shows that it is as slow as before, and some that it is not.
+    slow = learned({"a": 1.0, "b": 1.0, "c": 0.25}, 200, 2)
+    slow.observe("c", 1.0, 4.0, until)
+    assert slow.latest["c"] == pytest.approx(before, rel=0.15)
+    for number in range(12):
+        slowness.observe("c", 1.0, 1.0, until + number)
+    assert slowness.latest.get("c", 1.0) < 1.6
+
+
+def test_a_value_grows_old_with_time_alone_and_is_forgotten() -> None:
+    slowness = learned({"a": 1.0, "b": 1.0, "c": 0.125}, 200, 2)
+    assert slowness.at(200.0)
+    assert slowness.at(200.2) is slowness.at(200.5)
+    assert slowness.at(200.0 + FRESH_S + HALF_LIFE_S)["c"] < 4
+    assert slowness.at(200.0 + FORGOTTEN_S) is ALL_ALIKE
+
+
+def test_an_instance_of_which_nothing_is_known_counts_as_the_fastest() -> None:
+    slowness = learned({"a": 1.0, "b": 1.0, "c": 0.5, "d": 0.5}, 300, 6)
+    slowness.add("new")
+    slowness.restarted("a")
+    slowness.observe("d", 1.0, 2.0, 300.0)
+    found = slowness.latest
+    assert found["new"] == found["a"] == min(found["b"], found["c"], found["d"])
 
 
 def test_one_instance_alone_has_no_slowness_and_those_that_left_do_not_count() -> None:
     slowness = learned({"a": 1.0, "b": 0.3}, 100, 4)
-    assert slowness.known
+    assert slowness.latest
     slowness.forget("b")
-    assert slowness.known is ALL_ALIKE
+    assert slowness.latest is ALL_ALIKE
     slowness.forget("never known")
-    assert learned({"a": 0.2}, 100, 4).known is ALL_ALIKE
+    assert learned({"a": 0.2}, 100, 4).latest is ALL_ALIKE
 
 
 @pytest.mark.parametrize(("expected_s", "actual_s"), [(0.0, 1.0), (1.0, 0.0), (1.0, -1.0), (1.0, inf)])
 def test_impossible_times_are_left_out(expected_s: float, actual_s: float) -> None:
     slowness = learned({"a": 1.0, "b": 0.3}, 100, 5)
-    before = dict(slowness.known)
-    slowness.observe("a", expected_s, actual_s)
-    assert slowness.known == before
+    before = dict(slowness.latest)
+    slowness.observe("a", expected_s, actual_s, 99.0)
+    assert slowness.latest == before
 
 
 JOB = PrefillJob("slow", 20_000, 0, 0, 0)
 
 
-def book_with(slow: float) -> CostBook:
-    """A book that knows of one slow instance among three."""
-    book = CostBook()
-    expected_s = book.prefill.seconds(20_000, 0)
-    for _ in range(20):
-        for name, factor in (("a", 1.0), ("b", 1.0), ("slow", slow)):
-            book.compare(JOB._replace(instance=name), None, factor * expected_s)
-    assert book.at(0.0).slowness["slow"] == pytest.approx(slow)
+def book_with(**factors: float) -> CostBook:
+    """A book that has seen prefills of 20,000 tokens take so many times what the published constants say, in turns."""
+    book, expected_s = CostBook(), PrefillModel().seconds(20_000, 0)
+    for now_s in range(40):
+        for name, factor in factors.items():
+            book.prefilled(JOB._replace(instance=name), factor * expected_s)
+            book.compare(JOB._replace(instance=name), 20_000, 0, factor * expected_s, float(now_s))
     return book
 
 
 def test_a_first_token_of_a_slow_instance_is_predicted_late_and_does_not_change_the_model_of_all() -> None:
-    book, fresh_s = book_with(4.0), PrefillModel().seconds(20_000, 0)
-    assert book.prefilled(JOB, 4 * fresh_s) == pytest.approx(4 * fresh_s)
-    assert book.prefill.seconds(20_000, 0) == pytest.approx(fresh_s)
-    assert book.prefilled(JOB._replace(instance="a"), fresh_s) == pytest.approx(fresh_s)
-    queued = JOB._replace(pending_tokens=20_000, prefilling=1)
-    assert book.prefilled(queued, 6 * fresh_s) == pytest.approx(4 * (fresh_s + book.prefill.queue_s(20_000, 1)))
+    book, fresh_s = book_with(a=1.0, b=1.0, slow=4.0), PrefillModel().seconds(20_000, 0)
+    assert book.at(39.0).slowness["slow"] == pytest.approx(4.0, rel=0.1)
+    assert book.prefill.seconds(20_000, 0) == pytest.approx(fresh_s, rel=0.1)
+    assert book.prefilled(JOB, 4 * fresh_s) == pytest.approx(4 * fresh_s, rel=0.15)
+    assert book.prefilled(JOB._replace(instance="a"), fresh_s) == pytest.approx(fresh_s, rel=0.1)
     book.forget("slow")
-    assert not book.at(0.0).slowness
+    assert not book.at(39.0).slowness
+
+
+@pytest.mark.parametrize(
+    "factors", [{"a": 1.0, "b": 2.0, "c": 2.0, "d": 2.0}, {"a": 1.0, "b": 1.0, "c": 3.0, "d": 3.0, "e": 3.0}]
+)
+def test_the_model_stays_where_it_is_if_only_the_fast_instances_get_prefills(factors: dict[str, float]) -> None:
+    book, expected_s = book_with(**factors), PrefillModel().seconds(20_000, 0)
+    for now_s in range(40, 140):
+        book.prefilled(JOB._replace(instance="a"), expected_s)
+        book.compare(JOB._replace(instance="a"), 20_000, 0, expected_s, float(now_s))
+        for name, factor in factors.items():  # what a prefill on each instance is taken to need
+            whole_s = book.prefill.seconds(20_000, 0) * book.at(float(now_s)).slowness.get(name, 1.0)
+            assert 0.6 < whole_s / expected_s < 1.25 * factor, (name, now_s)
 
 
 def test_what_the_engine_had_cached_counts_where_it_reports_it() -> None:
     book = CostBook()
     whole_s = book.prefill.seconds(40_000, 0)
-    for _ in range(20):
+    evicting, keeping = PrefillJob("evicting", 20_000, 20_000, 0, 0), PrefillJob("keeping", 40_000, 0, 0, 0)
+    book.compare(evicting, 40_000, 100, whole_s, 0.0)
+    for now_s in range(20):
         # The proxy had expected half of the prompt in a cache that was evicted.
-        book.compare(PrefillJob("evicting", 20_000, 20_000, 0, 0), 0, whole_s)
-        book.compare(PrefillJob("keeping", 40_000, 0, 0, 0), 0, whole_s)
-    assert not book.at(0.0).slowness
-    for _ in range(20):
-        book.compare(PrefillJob("evicting", 20_000, 20_000, 0, 0), None, 5 * whole_s)
-    assert book.at(0.0).slowness["evicting"] > 1.5
+        book.compare(evicting, 40_000, 0, whole_s, float(now_s))
+        book.compare(keeping, 40_000, 0, whole_s, float(now_s))
+    assert not book.at(20.0).slowness
+    # An engine that has never reported any may be unable to: then what was expected counts.
+    for now_s in range(20, 40):
+        book.compare(
+            evicting._replace(instance="silent"), 40_000, 0, book.prefill.seconds(20_000, 20_000), float(now_s)
+        )
+    assert not book.at(40.0).slowness
+
+
+def test_the_prompt_is_as_long_as_the_engine_says() -> None:
+    book = CostBook()
+    for now_s in range(30):
+        for name, estimate in (("text", 30_000), ("ids", 20_000)):
+            seconds = book.prefill.seconds(20_000, 0)
+            book.compare(PrefillJob(name, estimate, 0, 0, 0), 20_000, 0, seconds, float(now_s))
+    assert not book.at(30.0).slowness
 
 
 @pytest.mark.parametrize(
-    "job",
+    ("job", "prompt_tokens"),
     [
-        JOB._replace(prefilling=1, pending_tokens=100),  # waited for another prefill
-        JOB._replace(room=False),  # waited for blocks
-        JOB._replace(new_tokens=1_000, cached_tokens=19_000),  # mostly scheduling
+        (JOB._replace(prefilling=1, pending_tokens=100), 20_000),  # waited for another prefill
+        (JOB._replace(room=False), 20_000),  # waited for blocks
+        (JOB, 1_000),  # mostly scheduling
     ],
 )
-def test_what_may_have_waited_says_nothing_of_the_instance(job: PrefillJob) -> None:
+def test_what_may_have_waited_says_nothing_of_the_instance(job: PrefillJob, prompt_tokens: int) -> None:
     book = CostBook()
-    for _ in range(50):
-        book.compare(JOB._replace(instance="a"), None, 1.0)
-        book.compare(job, None, 100.0)
-    assert not book.at(0.0).slowness
+    for now_s in range(50):
+        book.compare(JOB._replace(instance="a"), 20_000, 0, 1.0, float(now_s))
+        book.compare(job, prompt_tokens, 0, 100.0, float(now_s))
+    assert not book.at(50.0).slowness

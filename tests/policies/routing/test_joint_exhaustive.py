@@ -148,7 +148,8 @@ def exhaustive(
         if usable:
             eviction_s = evictions.get(min(usable)[2].instance, 0.0)
             terms = priced(policy, request, fleet, prefill, min(usable)[2], queues, eviction_s)
-            terms["saved_s"] = policy.answer_s * (fleet.specialists.get(names[place], 1.0) - 1)
+            slow = slowness_of(policy, fleet).get(names[place], 1.0)
+            terms["saved_s"] = slow * policy.answer_s * (fleet.specialists.get(names[place], 1.0) - 1)
             terms["handed_off_s"] -= terms["saved_s"]
             if terms["first_s"] <= bound_s:
                 found.append((terms["handed_off_s"], at, prefill.instance, min(usable)[2].instance, terms))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import pytest
 
+from policies.costs.slowness import Slowness
 from tests.proxy.conftest import StartProxy
 from tests.proxy.stub_engine import StubEngine
 
@@ -11,22 +15,58 @@ PROMPT = list(range(1, 3_001))
 BODY = {"model": "stub", "prompt": PROMPT, "max_tokens": 4, "stream": True}
 
 
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float, float]]:
+    """What was observed: instance, expected and actual seconds."""
+    seen = list[tuple[str, float, float]]()
+    monkeypatch.setattr(Slowness, "observe", lambda _, *observed: seen.append(observed[:3]))
+    return seen
+
+
 async def test_the_end_of_an_answer_compares_its_engine_with_what_was_expected(
-    start_proxy: StartProxy, monkeypatch: pytest.MonkeyPatch
+    start_proxy: StartProxy, compared: list[tuple[str, float, float]]
 ) -> None:
     proxy = await start_proxy(engines=[StubEngine(tokens=4)])
-    slowness, seen = proxy.core.router.state.costs.slowness, list[tuple[str, float, float]]()
-    monkeypatch.setattr(type(slowness), "observe", lambda _, *observed: seen.append(observed))
     assert (await proxy.client.post("/v1/completions", json=BODY)).status_code == 200
     await proxy.settled()
-    [(instance, expected_s, actual_s)] = seen
+    [(instance, expected_s, actual_s)] = compared
     assert instance == "inst-0"
-    assert expected_s > 0
+    assert expected_s == pytest.approx(proxy.core.router.state.costs.prefill.seconds(3_000, 0))
     assert actual_s > 0
-    assert (await proxy.client.post("/v1/completions", json={**BODY, "prompt": [1, 2, 3]})).status_code == 200
-    assert (await proxy.client.post("/v1/completions", json={**BODY, "stream": False})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"stream": False},  # without a first token of its own
+        {"prompt": [PROMPT, PROMPT]},  # the first token of one says nothing of the other
+        {"prompt": [1, 2, 3]},
+    ],
+)
+async def test_what_is_no_single_prefill_is_not_compared(
+    start_proxy: StartProxy, compared: list[tuple[str, float, float]], change: dict[str, Any]
+) -> None:
+    proxy = await start_proxy(engines=[StubEngine(tokens=4)])
+    assert (await proxy.client.post("/v1/completions", json={**BODY, **change})).status_code == 200
     await proxy.settled()
-    assert len(seen) == 1  # a short prompt and an answer without a first token of its own say nothing
+    assert compared == []
+
+
+async def test_an_engine_that_restarted_meanwhile_is_not_compared(
+    start_proxy: StartProxy, compared: list[tuple[str, float, float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxy = await start_proxy(engines=[StubEngine(tokens=4)])
+    routing = proxy.core.router.routing
+    began = routing.began
+
+    def restart(*given: Any, **more: Any) -> None:
+        began(*given, **more)
+        routing.state.restarted("inst-0")
+
+    monkeypatch.setattr(routing, "began", restart)
+    assert (await proxy.client.post("/v1/completions", json=BODY)).status_code == 200
+    await proxy.settled()
+    assert compared == []
 
 
 async def test_the_slowness_of_instances_is_shown_once_it_is_known(start_proxy: StartProxy) -> None:
@@ -42,8 +82,8 @@ async def test_the_slowness_of_instances_is_shown_once_it_is_known(start_proxy: 
     assert await shown() == ([], [None, None])
     slowness = proxy.core.router.state.costs.slowness
     for _ in range(20):
-        slowness.observe("inst-0", 1.0, 1.0)
-        slowness.observe("inst-1", 1.0, 4.0)
+        slowness.observe("inst-0", 1.0, 1.0, time.monotonic())
+        slowness.observe("inst-1", 1.0, 4.0, time.monotonic())
     samples, rows = await shown()
     assert [float(line.split()[-1]) for line in samples] == pytest.approx([0.5, 2.0])
     assert rows == pytest.approx([0.5, 2.0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from policies.registry import make_routing
@@ -18,11 +20,11 @@ def learned(speeds: tuple[float, ...], policy: str = "warm") -> dict[str, float]
     options = SimOptions(instances=4, pool_tokens=ROOMY_TOKENS, speeds=speeds)
     offline = OfflineRun.of_trace(TRACE, options, make_routing(policy))
     offline.run(lambda _: None)
-    return dict(offline._router.state.costs.slowness.known)
+    return dict(offline._router.state.costs.slowness.latest)
 
 
 def test_the_slowness_of_each_instance_is_learned() -> None:
-    found = learned((1.0, 1.0, 1.0, 0.25))
+    found = learned((1.0, 1.0, 1.0, 0.25), "round_robin")
     assert found["inst-3"] == pytest.approx(4.0, rel=0.3)
     for number in range(3):
         assert found[f"inst-{number}"] == pytest.approx(1.0, rel=0.3)
@@ -59,3 +61,32 @@ def test_speeds_are_numbers_separated_by_commas() -> None:
     assert parsed_speeds("") == ()
     with pytest.raises(SimulationError, match=r"such as 1,0\.5"):
         parsed_speeds("1;2")
+
+
+def test_a_slow_instance_gets_little_and_is_tried_again_and_again() -> None:
+    options = SimOptions(instances=4, pool_tokens=ROOMY_TOKENS, speeds=(1.0, 1.0, 1.0, 0.125))
+    trace = agents(2_000, rate_per_s=2.0, seed=5)
+    sent = [
+        each.sent_s for each in simulate(trace, options, make_routing("warm")).run.records if each.instance == "inst-3"
+    ]
+    assert len(sent) < 0.1 * 2_000
+    late = [at_s for at_s in sent if at_s is not None and at_s > 400]
+    assert late
+
+
+def test_an_instance_that_is_slow_no_longer_gets_its_share_again() -> None:
+    options = SimOptions(instances=4, pool_tokens=ROOMY_TOKENS, speeds=(1.0, 1.0, 1.0, 0.125))
+    offline = OfflineRun.of_trace(agents(2_000, rate_per_s=2.0, seed=5), options, make_routing("warm"))
+    engines, state = offline._fleet.engines, offline._router.state
+    commit, late = state.commit, list[str]()
+
+    def repaired(request: Any, fleet: Any, decision: Any, now_s: float, slowdown: float = 0.0) -> Any:
+        if now_s > 60:
+            engines["inst-3"].timing = engines["inst-0"].timing
+        if now_s > 700:
+            late.append(decision.decode_on)
+        return commit(request, fleet, decision, now_s, slowdown)
+
+    state.commit = repaired  # type: ignore[method-assign]
+    offline.run(lambda _: None)
+    assert late.count("inst-3") > 0.1 * len(late) > 30
