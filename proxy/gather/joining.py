@@ -32,6 +32,12 @@ def smallest(values: list[Any]) -> Any:
     return min((each for each in values if each is not None), default=None)
 
 
+def average(values: list[Any]) -> Any:
+    """Mean of numbers; None without any."""
+    numbers = [each for each in values if each is not None]
+    return _round(sum(numbers) / len(numbers)) if numbers else None
+
+
 def any_of(values: list[Any]) -> Any:
     """The first that is neither empty, false nor None."""
     return next((each for each in values if each), values[0])

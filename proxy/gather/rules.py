@@ -8,6 +8,7 @@ from typing import Any
 from proxy.gather.joining import (
     Join,
     any_of,
+    average,
     chained,
     joined,
     largest,
@@ -39,7 +40,7 @@ _INSTANCE = MappingProxyType(
         "last_error": any_of,
         "recycle_wanted": any_of,
         "specialist": largest,
-        "slowness": largest,
+        "slowness": average,
         "breaker": _worst_breaker,
         "restarts": largest,
         "requests": total,

@@ -28,6 +28,15 @@ def test_load_is_summed_and_state_is_the_worst() -> None:
     assert joined[0]["breaker"] == {"state": "open", "openings": 3}
 
 
+def test_how_slow_an_instance_is_is_the_mean_of_the_workers_that_know() -> None:
+    def slowness(*values: float | None) -> Any:
+        answers = [{"instances": [{"name": "a", "slowness": each}], "departing": []} for each in values]
+        return READS["/instances"](answers)["instances"][0]["slowness"]
+
+    assert slowness(0.5, None, 0.6) == 0.55
+    assert slowness(None, None) is None
+
+
 def test_ready_needs_every_worker_and_shows_the_account_of_one_that_is_not() -> None:
     good = {"name": "records", "ok": True, "detail": "rows are recorded"}
     bad = {"name": "records", "ok": False, "detail": "writing failed"}
