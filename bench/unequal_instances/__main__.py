@@ -26,8 +26,10 @@ from sim.offline.simulate import SimOptions, SimulationError
 
 SCHEMA = 1
 ARMS = ("warm", "joint", "llmd_affinity", "lmetric", "session_sticky")
-SPEEDS = ("1,0.5", "1,1,1,0.25")
-"""Every second instance half as fast, as two generations of GPUs; one of four a quarter as fast, as a faulty one."""
+SPEEDS = ("1,0.5", "1,0.5,0.5,0.5", "1,1,1,0.25")
+"""Half or three quarters of the instances half as fast, as two generations of GPUs; one of four a quarter as fast, as a
+faulty one.
+"""
 
 
 def main(

@@ -27,8 +27,9 @@ HALF_LIFE_S = 120.0
 """Half-life of its difference from the fastest one after that. A slow instance gets few requests, so it has to be tried
 again: it may not be slow any more.
 """
-_WORTH_S = 60.0
-"""Half-life of the number of prefills that a mean is worth, so that few new ones change it after a time without any."""
+_WORTH_S = 40.0
+"""Half-life, after that too, of the number of prefills that a mean is worth: few new ones are enough to change it then.
+"""
 FORGOTTEN_S = 600.0
 """Time without a prefill after which nothing is known of an instance."""
 _SIGMAS = 3.0
@@ -59,8 +60,8 @@ class _Mean(NamedTuple):
     """Time of the latest one."""
 
     def plus(self, observed: float, now_s: float) -> _Mean:
-        """With one more prefill; the longer ago the others are, the less they count."""
-        before = self.number * exp2(min(0.0, self.latest_s - now_s) / _WORTH_S)
+        """With one more prefill; after a time without any the others count less."""
+        before = self.number * exp2(min(0.0, self.latest_s + FRESH_S - now_s) / _WORTH_S)
         number = min(before, _LARGEST_NUMBER) + 1
         return _Mean(self.value + max(WEIGHT, 1 / number) * (observed - self.value), number, self.prefills + 1, now_s)
 
@@ -116,6 +117,8 @@ class Slowness:
         self.add(instance)
         observed = max(-_LARGEST, min(_LARGEST, log(actual_s / expected_s)))
         mean = self._means.get(instance)
+        if mean is not None and now_s - mean.latest_s >= FORGOTTEN_S:
+            mean = None
         if mean is not None:
             error = observed - mean.value
             self._prefills += 1
@@ -155,18 +158,21 @@ class Slowness:
         self._at_s = now_s
         self._means = {name: mean for name, mean in self._means.items() if now_s - mean.latest_s < FORGOTTEN_S}
         known = self._known()
-        middle = _median([mean.value for mean in known.values()]) if known else 0.0
-        fastest = min([mean.value for mean in known.values()], default=0.0)
-        values = {name: fastest + (mean.value - fastest) * mean.trusted(now_s) for name, mean in known.items()}
         if len(known) < 2:
-            self._differ = False
-        elif self._differ:
+            self._differ, self._values = False, ALL_ALIKE
+            return
+        middle = _median([mean.value for mean in known.values()])
+        sure = {name: mean for name, mean in known.items() if mean.number >= LEAST_PREFILLS} or known
+        fastest = min([mean.value for mean in sure.values()])
+        values = {name: fastest + (mean.value - fastest) * mean.trusted(now_s) for name, mean in known.items()}
+        if self._differ:
             now_middle = _median(list(values.values()))
             self._differ = any(abs(value - now_middle) > ALIKE for value in values.values())
         else:
             self._differ = any(
-                abs(value - middle) - _SIGMAS * sqrt(self._variance / max(1.0, known[name].number)) > CLEAR
-                for name, value in values.items()
+                abs(mean.value - middle) - _SIGMAS * sqrt(self._variance / mean.number) > CLEAR
+                for mean in sure.values()
+                if mean.number >= LEAST_PREFILLS
             )
         if self._differ:
             self._values = {name: exp(values.get(name, fastest) - middle) for name in self._instances}

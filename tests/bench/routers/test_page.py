@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from bench.gpu.routers_ab import app
 from bench.routers.records import RouterRecord, read_records
+from bench.routers.slowness import LearnedSlowness, learned_slowness
 from bench.routers.table import lines_of
 from replayer.records.runs import RequestRecord
 
@@ -49,6 +50,7 @@ def _runs(folder: str) -> list[RouterRecord]:
         ("parts of a GPU", "hand-offs-h200-mps", 116.0, "warm"),
         ("parts of two GPUs", "hand-offs-h200-2x-mps", 132.8, "warm"),
         ("Claude Code, parts of a GPU", "hand-offs-h200-mps-claude", 248.2, "warm"),
+        ("unequal engines", "unequal-h200-mps", 24.6, "warm,learned_slowness=false"),
         ("order", "order-h100-4x", 48.9, "warm,slowdown=0"),
         ("order, conversations", "order-h100-4x-conversations", 26.0, "warm,slowdown=0"),
         ("order, agents", "order-h100-4x-agents", 75.2, "warm,slowdown=0"),
@@ -123,6 +125,30 @@ def test_what_the_page_says_of_runs_on_parts_of_a_gpu() -> None:
     assert "mean E2E 6.31 and 7.04 s, TTFT p90 2.07 and 2.57 s" in _PAGE
     assert "6.62 s, 2.29 s; mean TTFT of the three 1.08, 1.24\nand 1.31 s" in _PAGE
     assert "14 and 17 judged requests were handed over" in _PAGE
+
+
+def test_what_the_page_says_of_engines_of_different_speed() -> None:
+    on_slow: dict[str, list[int]] = {}
+    runs = [*_runs("unequal-h200-mps"), *_runs("unequal-h200-mps-sticky")]
+    for run in runs:
+        assert len(run.requests) == 516
+        on_slow.setdefault(run.label, []).append(sum(each.instance in {"inst-2", "inst-3"} for each in run.requests))
+    warm, blind = on_slow["warm"], on_slow["warm,learned_slowness=false"]
+    assert f"They got {min(warm)} to {max(warm)} of 516 requests instead of {min(blind)} to {max(blind)}" in _PAGE
+    learned = [found for run in runs if run.label == "warm" and (found := learned_slowness(run.requests)).last]
+    noticed = sorted(round(found.first_s or 0.0) for found in learned)
+    assert f"within {noticed[0]} to {noticed[-1]} s of each run" in _PAGE
+    ratios = [slow / fast for found in learned for slow in _of(found, "23") for fast in _of(found, "01")]
+    assert f"at {min(ratios):.1f} to {max(ratios):.1f} times the fast ones" in _PAGE
+    sticky = [each.record() for each in runs[-1].requests]
+    judged = [each for each in sticky if each.trace_timestamp_s >= 24.6]
+    mean = np.mean([each.e2e_scheduled_s for each in judged])
+    p90 = np.quantile([each.ttft_scheduled_s or 0.0 for each in judged], 0.9)
+    assert f"mean E2E {mean:.2f} s, TTFT p90 {p90:.2f} s, {on_slow['session_sticky'][0]} requests" in _PAGE
+
+
+def _of(found: LearnedSlowness, numbers: str) -> list[float]:
+    return [found.last[f"inst-{number}"] for number in numbers]
 
 
 def test_what_the_page_says_of_sessions_of_claude_code() -> None:

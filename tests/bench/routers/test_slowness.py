@@ -46,7 +46,7 @@ def request(
 
 def test_a_slow_engine_is_found_in_records_by_what_waited_for_nothing() -> None:
     alone = [
-        request(number, name, 100.0 * number, 100.0 * number + seconds)
+        request(number, name, 10.0 * number, 10.0 * number + seconds)
         for number in range(30)
         for name, seconds in (("fast", 0.5), ("slow", 2.0))
     ]
@@ -55,11 +55,11 @@ def test_a_slow_engine_is_found_in_records_by_what_waited_for_nothing() -> None:
     assert found.last["slow"] / found.last["fast"] == pytest.approx(4.0, rel=0.1)
     # The same times, but behind another prefill: they say nothing.
     behind = [
-        request(1_000 + number, "slow", 100.0 * number - 1, 100.0 * number + 1, cached=19_900) for number in range(30)
+        request(1_000 + number, "slow", 10.0 * number - 1, 10.0 * number + 1, cached=19_900) for number in range(30)
     ]
     assert not learned_slowness([*alone, *behind]).last
     handed = [
-        request(1_000 + number, "fast", 100.0 * number - 1, 100.0 * number + 5, prefilled_on="slow")
+        request(1_000 + number, "fast", 10.0 * number - 1, 10.0 * number + 5, prefilled_on="slow")
         for number in range(30)
     ]
     assert not learned_slowness([*alone, *handed]).last

@@ -88,6 +88,14 @@ def test_an_instance_without_prefills_comes_to_be_tried_again() -> None:
     assert slowness.latest.get("c", 1.0) < 1.6
 
 
+def test_two_late_prefills_after_a_long_time_do_not_make_an_instance_slow() -> None:
+    for gap_s in (200.0, 400.0, 1_000.0):
+        slowness = learned({"a": 1.0, "b": 1.0, "c": 1.0}, 120, 8)
+        for number in range(2):
+            slowness.observe("c", 1.0, 3.0, 120.0 + gap_s + number)
+            assert slowness.latest is ALL_ALIKE
+
+
 def test_a_value_grows_old_with_time_alone_and_is_forgotten() -> None:
     slowness = learned({"a": 1.0, "b": 1.0, "c": 0.125}, 200, 2)
     assert slowness.at(200.0)

@@ -17,7 +17,7 @@ BODY = {"model": "stub", "prompt": PROMPT, "max_tokens": 4, "stream": True}
 
 @pytest.fixture
 def compared(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float, float]]:
-    """What was observed: instance, expected and actual seconds."""
+    """Instance, expected and actual seconds of what was observed."""
     seen = list[tuple[str, float, float]]()
     monkeypatch.setattr(Slowness, "observe", lambda _, *observed: seen.append(observed[:3]))
     return seen
