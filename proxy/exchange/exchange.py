@@ -18,6 +18,7 @@ from proxy.errors import AttemptFailedError, dialect_of, draining_error
 from proxy.exchange.answer_headers import answer_headers
 from proxy.exchange.attempts import Attempts
 from proxy.exchange.bound import Bound
+from proxy.exchange.first_token import FirstTokenWatch, opens_early
 from proxy.exchange.offloading import hand_over
 from proxy.exchange.outcomes import note_reported
 from proxy.exchange.priority import priorities_of
@@ -173,12 +174,11 @@ class Exchange:
                 self._pull_bound(parsed),
                 self._attempts.guard,
             )
-        first_token_s: float | None = None
+        started_s: float | None = None
         if opened is None:
             body = extended(body, usage=add_usage, priority=priorities.decode)
             started_s = time.perf_counter()
             opened = await self._open(decision.decode_on, parsed, body, self._first_byte_bound(parsed))
-            first_token_s = time.perf_counter() - started_s
             if refused and opened[0].status < 400:
                 self._core.router.routing.pair_failed(routed.commitment, time.monotonic())
         answer, first = opened
@@ -186,14 +186,16 @@ class Exchange:
         try:
             self._row.stages_ms["first_byte"] = self._elapsed_ms()
             streamed = answer.status == 200 and parsed.stream
-            one = streamed and not parsed.several
-            self._core.router.routing.began(routed.commitment, time.monotonic(), streamed=one)
+            first_token = FirstTokenWatch(self._core.router.routing, self._row, routed.commitment, started_s)
+            late = first_token.late if streamed and opens_early(parsed, answer) else None
+            if late is None:
+                first_token.came(streamed=streamed and not parsed.several)
             cached_on_prefill = prefill_usage.cached_tokens if prefill_usage else None
             if streamed:
-                keep = event_filter(self._core, parsed, self._decode, drop=drop_usage, cached_tokens=cached_on_prefill)
+                keep = event_filter(self._core, parsed, self._decode, drop_usage, cached_on_prefill, late)
                 self._encoded = answer.headers.encoded
                 resuming = None if self._encoded else resuming
-                usage = await self._relay_stream(answer, first, request, routed, keep, resuming, first_token_s)
+                usage = await self._relay_stream(answer, first, request, routed, keep, resuming, first_token)
             else:
                 if cached_on_prefill is not None:
                     first = with_cached_tokens(first, cached_on_prefill)
@@ -291,21 +293,16 @@ class Exchange:
         routed: Routed,
         keep: EventFilter,
         resuming: Resuming | None,
-        first_token_s: float | None,
+        first_token: FirstTokenWatch,
     ) -> Usage | None:
         """Relay the stream; if the engine breaks it off, resume it or end it with an error event."""
-
-        def learn() -> None:
-            if first_token_s is not None:
-                row.note_leg("first_token", *self._core.router.routing.prefilled(routed.commitment, first_token_s))
-
         row, inbound, timeouts = self._row, self._inbound, self._core.settings.timeouts
         row.status, row.outcome = 200, RequestOutcome.OK
         self._start(answer, routed, None)
         watched = Unread() if self._encoded else resuming.watch(keep) if resuming else keep
         relay, closing = stream_relay(answer, inbound, watched, timeouts, timeouts.total_s), b""
         try:
-            await relay.run(chunk, learn)
+            await relay.run(chunk, first_token.learn)
             note_reported(row, routed.decision.decode_on, relay.reported)
             if resuming:
                 closing = resuming.missing_end()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from proxy.core import Core
 from proxy.engines.upstream import Answer, UpstreamError
@@ -23,13 +24,21 @@ _ID_BYTES = 512
 
 
 def event_filter(
-    core: Core, parsed: Parsed, instance: Instance, *, drop: bool, cached_tokens: int | None
+    core: Core,
+    parsed: Parsed,
+    instance: Instance,
+    drop: bool,
+    cached_tokens: int | None,
+    on_output: Callable[[], object] | None = None,
 ) -> EventFilter:
-    """The filter for one stream of ``instance``; ``drop`` and ``cached_tokens`` as of ``UsageFilter``."""
+    """The filter for one stream of ``instance``; ``drop`` and ``cached_tokens`` as of ``UsageFilter``.
+
+    ``on_output``: called at the first token, where the stream ``opens_early``.
+    """
     if parsed.endpoint is Endpoint.MESSAGES:
         return TypedEvents(MESSAGE_EVENTS)
     if parsed.endpoint is Endpoint.RESPONSES:
-        return TypedEvents(RESPONSE_EVENTS, lambda response_id: _learn(core, parsed, instance, response_id))
+        return TypedEvents(RESPONSE_EVENTS, lambda found: _learn(core, parsed, instance, found), on_output)
     return UsageFilter(drop=drop, cached_tokens=cached_tokens)
 
 

@@ -23,6 +23,8 @@ class EventNames(NamedTuple):
     """Their first lines. A text cannot contain one, since JSON escapes line breaks."""
     last: frozenset[bytes]
     """Those after which the answer is complete, or has failed."""
+    output: re.Pattern[bytes] | None = None
+    """First line of an event that comes after the prefill; None: every event does."""
 
 
 MESSAGE_EVENTS = EventNames(
@@ -32,6 +34,7 @@ MESSAGE_EVENTS = EventNames(
 RESPONSE_EVENTS = EventNames(
     re.compile(rb"^event: ?(response\.(?:created|completed|incomplete|failed|cancelled)|error)\r?$", re.MULTILINE),
     frozenset((b"response.completed", b"response.incomplete", b"response.failed", b"response.cancelled", b"error")),
+    re.compile(rb"^event:(?! ?response\.(?:created|queued|in_progress)\r?$)", re.MULTILINE),
 )
 
 
@@ -70,13 +73,20 @@ class TypedEvents:
     Args:
         names: events of the API.
         on_id: called once with the answer's id.
+        on_output: called once, at the first event of the output, if some come before the prefill.
     """
 
-    __slots__ = ("_held", "_names", "_on_id", "_usage", "ended", "ending", "events", "reported")
+    __slots__ = ("_held", "_names", "_on_id", "_on_output", "_usage", "ended", "ending", "events", "reported")
 
-    def __init__(self, names: EventNames, on_id: Callable[[str], object] | None = None) -> None:
+    def __init__(
+        self,
+        names: EventNames,
+        on_id: Callable[[str], object] | None = None,
+        on_output: Callable[[], object] | None = None,
+    ) -> None:
         self._names = names
         self._on_id = on_id
+        self._on_output = on_output if names.output is not None else None
         self._held = b""
         self._usage: TypedUsage | None = None
         self.events = 0
@@ -103,6 +113,9 @@ class TypedEvents:
             self._held = data[end:]
             data = data[:end]
         self.events += data.count(b"data: ")
+        if self._on_output is not None and self._names.output is not None and self._names.output.search(data):
+            on_output, self._on_output = self._on_output, None
+            on_output()
         for found in self._names.read.finditer(data):
             self._read(found[1], data, found.end())
         return data

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import httpx
@@ -103,6 +104,22 @@ async def test_responses_are_the_engines_own(engines: Engines, start_proxy: Star
     assert (row["outcome"], row["prompt_tokens"], row["completion_tokens"]) == ("ok", usage["input_tokens"], 12)
     # The engine had computed the prompt for the first request.
     assert row["actual_cached_tokens"] > usage["input_tokens"] / 2
+
+
+async def test_the_first_token_of_a_response_is_not_the_event_that_opens_its_stream(start_proxy: StartProxy) -> None:
+    proxy = await start_proxy(0)
+    body, opened_s, output_s = request(fresh_text(6000), stream=True), 0.0, 0.0
+    began_s = time.perf_counter()
+    async with proxy.client.stream("POST", "/v1/responses", json=body) as answer:
+        assert answer.status_code == 200
+        async for line in answer.aiter_lines():
+            if line == "event: response.created":
+                opened_s = time.perf_counter() - began_s
+            elif line.startswith("event: response.output") and not output_s:
+                output_s = time.perf_counter() - began_s
+    row = await row_of(proxy, answer)
+    assert 0 < opened_s < output_s
+    assert row["legs"]["first_token"]["actual_s"] - opened_s > 0.5 * (output_s - opened_s)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

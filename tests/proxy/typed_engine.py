@@ -65,11 +65,12 @@ def response(response_id: str, status: str) -> dict[str, Any]:
 def response_events(response_id: str) -> list[bytes]:
     return [
         event("response.created", sequence_number=0, response=response(response_id, "in_progress")),
+        event("response.in_progress", sequence_number=1, response=response(response_id, "in_progress")),
         *(
-            event("response.output_text.delta", sequence_number=1 + number, delta=f"w{number} ", output_index=0)
+            event("response.output_text.delta", sequence_number=2 + number, delta=f"w{number} ", output_index=0)
             for number in range(4)
         ),
-        event("response.completed", sequence_number=5, response=response(response_id, "completed")),
+        event("response.completed", sequence_number=6, response=response(response_id, "completed")),
     ]
 
 
@@ -87,6 +88,8 @@ class TypedEngine(StubEngine):
     paths: list[str] = field(default_factory=list)
     """Method and target of every request for messages or responses."""
     answered: int = 0
+    computed: asyncio.Event | None = None
+    """Set: the prefill of a response is over. vLLM sends the first two events of a stream before it."""
     caught: str = ""
     """Text of an exception that vLLM's Messages API answers with 500; empty: none."""
 
@@ -138,6 +141,8 @@ class TypedEngine(StubEngine):
         size = self.piece_bytes
         pieces = [stream[at : at + size] for at in range(0, len(stream), size)] if size else events
         for number, piece in enumerate(pieces):
+            if number == 2 and self.computed is not None:
+                await self.computed.wait()
             if number == 3 and self.mode == "break_stream":
                 assert request.transport is not None
                 request.transport.abort()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from typing import Any
 
 import httpx
 import pytest
 
+from policies.state import Commitment
 from proxy.console.account import account_of
 from tests.proxy.conftest import Running, StartProxy, ledger_is_zero
 from tests.proxy.typed_engine import TypedEngine, response, response_events
@@ -283,4 +286,46 @@ async def test_stored_responses_that_continue_each_other_are_one_session(start_p
         (other, "body.previous_response_id"),
         ("named", "body.prompt_cache_key"),
     ]
+    assert ledger_is_zero(await proxy.settled())
+
+
+async def test_a_stream_that_opens_before_its_prefill_is_in_prefill_until_its_first_output(
+    start_proxy: StartProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxy = await start(start_proxy, 1)
+    [engine] = typed(proxy)
+    engine.computed = asyncio.Event()
+    routing, learned = proxy.core.router.routing, list[float]()
+    prefilled = routing.prefilled
+
+    def note(commitment: Commitment, seconds: float) -> Any:
+        learned.append(seconds)
+        return prefilled(commitment, seconds)
+
+    monkeypatch.setattr(routing, "prefilled", note)
+    async with proxy.client.stream("POST", "/v1/responses", json=request(stream=True)) as answer:
+        pieces = answer.aiter_raw()
+        seen = b""
+        while b"response.in_progress" not in seen:
+            seen += await anext(pieces)
+        load = routing.state.ledger.load("inst-0", time.monotonic())
+        assert (load.requests, load.prefilling, learned) == (1, 1, [])
+        assert load.pending_prefill_tokens > 0
+        engine.computed.set()
+        while b"response.output_text.delta" not in seen:
+            seen += await anext(pieces)
+        assert routing.state.ledger.load("inst-0", time.monotonic()).prefilling == 0
+        async for piece in pieces:
+            seen += piece
+    assert ledger_is_zero(await proxy.settled())
+    assert b"response.completed" in seen
+    assert len(learned) == 1
+
+
+async def test_a_response_that_breaks_off_before_its_first_output_leaves_nothing(start_proxy: StartProxy) -> None:
+    proxy = await start(start_proxy, 1)
+    [engine] = typed(proxy)
+    engine.computed = asyncio.Event()
+    async with proxy.client.stream("POST", "/v1/responses", json=request(stream=True)) as answer:
+        await anext(answer.aiter_raw())
     assert ledger_is_zero(await proxy.settled())

@@ -117,3 +117,40 @@ def test_usage_counts_the_whole_prompt_and_reports_unknown_as_unknown(
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"usage":5}', b'{"usage":{"input_tokens":-1}}', b'{"id":{}}', b"\xff"])
 def test_an_answer_of_another_shape_has_no_usage(body: bytes) -> None:
     assert read_typed_answer(body).usage is None
+
+
+OPENING = [
+    b'event: response.created\ndata: {"type":"response.created","response":{"id":"r"}}\n\n',
+    b'event: response.queued\ndata: {"type":"response.queued"}\n\n',
+    b'event: response.in_progress\r\ndata: {"type":"response.in_progress"}\r\n\r\n',
+]
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        b'event: response.output_item.added\ndata: {"item":{}}\n\n',
+        b'event: response.output_text.delta\ndata: {"delta":"event: response.created"}\n\n',
+        b"event: response.in_progress_of_something\ndata: {}\n\n",
+        b'event: response.failed\ndata: {"response":{"error":{"message":"m"}}}\n\n',
+        b'event: error\ndata: {"message":"m"}\n\n',
+    ],
+)
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+def test_the_first_output_is_the_first_event_after_the_opening(first: bytes, size: int) -> None:
+    seen = list[int]()
+    events = TypedEvents(RESPONSE_EVENTS, on_output=lambda: seen.append(events.events))
+    opening = b"".join(OPENING)
+    for at in range(0, len(opening), size):
+        events.feed(opening[at : at + size])
+    assert seen == []
+    for at in range(0, len(first), size):
+        events.feed(first[at : at + size])
+    assert seen == [4]
+    events.feed(first)
+    assert seen == [4]
+
+
+def test_without_events_before_the_prefill_nobody_waits_for_the_output() -> None:
+    events = TypedEvents(MESSAGE_EVENTS, on_output=lambda: pytest.fail("called"))
+    events.feed(b'event: message_start\ndata: {"message":{"id":"m"}}\n\n')
