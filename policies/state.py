@@ -222,7 +222,6 @@ class FleetState:
         self._instances[instance] = KnownInstance(role, host, transport, connector, ordered=ordered)
         self.accounts.add_instance(instance)
         self.index.add_instance(instance)
-        self.costs.slowness.add(instance)
         self.predictor.add_instance(instance)
 
     def remove_instance(self, instance: str) -> Callable[[], int]:
@@ -255,8 +254,7 @@ class FleetState:
         self.ledger.forget_recent(instance)
         self.holds.forget(instance)
         self.specialists.restarted(instance)
-        self.costs.watch.forget(instance)
-        self.costs.slowness.restarted(instance)
+        self.costs.restarted(instance)
         if instance in self._instances:
             self._instances[instance].restarts += 1
 
@@ -313,7 +311,7 @@ class FleetState:
             hotspot=self.hotspots.view(request.block_hashes),
             offloads_in_flight=self.offloads_in_flight,
             broken_pairs=self.pairs.broken(now_s),
-            costs=self.costs.at(now_s),
+            costs=self.costs.at(now_s, (*eligible, *prefill_only)),
             prefill_instances=(*views, *viewer.views(self._instances, prefill_only)) if prefill_only else (),
             specialists=self.specialists.stretches(now_s),
             contexts=self.specialists.contexts_without(request.session_id or request.request_id),

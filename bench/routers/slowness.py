@@ -64,9 +64,9 @@ def learned_slowness(requests: Sequence[RequestFigures]) -> LearnedSlowness:
             continue
         compared += not job.prefilling and job.new_tokens >= book.prefill.smallest_tokens
         book.compare(job, each.prompt_tokens or 0, cached, seconds, time_s)
-        if book.slowness.latest and first_s is None:
+        if book.slowness.measured and first_s is None:
             first_s = time_s
-    return LearnedSlowness(compared, first_s, book.slowness.latest)
+    return LearnedSlowness(compared, first_s, book.slowness.measured)
 
 
 def slowness_lines(records: Iterable[RouterRecord]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from policies.costs.formulas import Costs, PrefillModel, TransferJob, TransferModel, pair_transport
@@ -94,9 +95,9 @@ class CostBook:
         self._reporting = set[str]()
         """Instances that have reported cached tokens; 0 of another one may mean that it cannot."""
 
-    def at(self, now_s: float) -> Costs:
-        """Snapshot of the models for a decision at ``now_s``."""
-        short_step, slowness = self.steps.short_step, self.slowness.at(now_s)
+    def at(self, now_s: float, instances: Iterable[str] = ()) -> Costs:
+        """Snapshot of the models for a decision at ``now_s`` among these instances."""
+        short_step, slowness = self.steps.short_step, self.slowness.among(instances, now_s)
         return Costs(self.prefill, self.transfer, now_s, self.bytes_per_token, short_step, slowness)
 
     def prefilled(self, job: PrefillJob, seconds: float, *, ordered: bool = False) -> float:
@@ -111,12 +112,13 @@ class CostBook:
             seconds: from sending it to its first token.
             ordered: its engine computes by due times.
         """
-        slowness = self.slowness.latest.get(job.instance, 1.0)
+        measured = self.slowness.measured
+        slowness = measured.get(job.instance, 1.0)
         seconds /= slowness
         queue_s = self.prefill.queue_s(job.pending_tokens, job.prefilling)
         expected_s = queue_s + self.prefill.seconds(job.new_tokens, job.cached_tokens)
         predicted_s = slowness * self.short_prefills.predict(job.new_tokens, expected_s)
-        if job.room and not (ordered and job.prefilling):
+        if job.room and not (ordered and job.prefilling) and not (measured and job.instance not in measured):
             self.prefill = self.prefill.observe(job.new_tokens, job.cached_tokens, queue_s, seconds)
             self.short_prefills = self.short_prefills.observe(job.new_tokens, expected_s, seconds)
         return predicted_s
@@ -141,8 +143,7 @@ class CostBook:
         if job.room and not job.prefilling and new_tokens >= self.prefill.smallest_tokens:
             expected_s = self.prefill.seconds(new_tokens, cached_tokens)
             self.slowness.observe(job.instance, expected_s, seconds, now_s)
-            if self.prefill.buckets:
-                self.prefill = self.prefill.scaled(self.slowness.recentre())
+            self._recentre()
 
     def transferred(self, workload: Workload, seconds: float, now_s: float) -> float:
         """Learn from a D leg whose first token took ``seconds``; returns the predicted seconds.
@@ -157,7 +158,7 @@ class CostBook:
             raise ValueError("the decision had no hand-off")
         predicted_s = self.transfer.predict(job, now_s).seconds
         queue_s = self.prefill.queue_s(decode.pending_tokens, decode.prefilling)
-        queue_s *= self.slowness.latest.get(decode.instance, 1.0)
+        queue_s *= self.slowness.measured.get(decode.instance, 1.0)
         if queue_s <= predicted_s:
             self.transfer = self.transfer.observe(job, seconds, now_s)
         self.transfer = self.transfer.settled(job.pair, ok=True)
@@ -183,6 +184,16 @@ class CostBook:
     def forget(self, instance: str) -> None:
         """Drop the learned values of all pairs of an instance that left the fleet, its steps and its slowness."""
         self.transfer = self.transfer.without(instance)
+        self.restarted(instance)
+        self._reporting.discard(instance)
+
+    def restarted(self, instance: str) -> None:
+        """Drop what holds for this engine process only: its steps, and its slowness, as it may have another GPU."""
         self.watch.forget(instance)
         self.slowness.forget(instance)
-        self._reporting.discard(instance)
+        self._recentre()
+
+    def _recentre(self) -> None:
+        """Keep the model that of the middle instance (`policies.costs.slowness.Slowness.recentre`)."""
+        if self.prefill.buckets:
+            self.prefill = self.prefill.scaled(self.slowness.recentre())

@@ -6,7 +6,7 @@ earlier or later than it expects on some of them, whatever the size of the promp
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import exp, exp2, isfinite, log, sqrt
 from types import MappingProxyType
 from typing import NamedTuple
@@ -41,11 +41,8 @@ _LEAST_SHARE = 0.01
 """Share of a prefill in the variance, which all instances have in common."""
 _LARGEST_NUMBER = 2 / WEIGHT - 1
 """Prefills that a mean with this weight is worth."""
-_RENEWED_S = 1.0
-"""Time for which present values are kept."""
-
 Slownesses = Mapping[str, float]
-"""By instance; those that are not in it have 1."""
+"""Factors by instance; those that are not in it have 1."""
 ALL_ALIKE: Slownesses = MappingProxyType({})
 
 
@@ -74,32 +71,26 @@ class Slowness:
     """Learns the slowness of each instance. Single writer: the cost models' owner.
 
     The mean of ``log(actual / expected)`` of each instance, less the median of these means. While no instance surely
-    differs, by ``CLEAR``, all count as equal: so nothing changes in a fleet of equal instances. One of which nothing is
-    known counts as the fastest one while others differ, so that it is tried.
+    differs, by ``CLEAR``, all count as equal: so nothing changes in a fleet of equal instances.
     """
 
-    __slots__ = ("_at_s", "_differ", "_instances", "_means", "_prefills", "_values", "_variance")
+    __slots__ = ("_at_s", "_centred", "_differ", "_means", "_middle", "_prefills", "_variance", "measured")
 
     def __init__(self) -> None:
-        self._instances: dict[str, None] = {}
         self._means: dict[str, _Mean] = {}
+        self._middle = 0.0
+        """Median of the means that count."""
         self._variance = _PRIOR_VARIANCE
         self._prefills = 0
         self._differ = False
-        self._values = ALL_ALIKE
+        self._centred = True
+        """Nothing is to be taken out of the means: all count as equal, and did when that was done last."""
         self._at_s = 0.0
-
-    def add(self, instance: str) -> None:
-        """The instance joined the fleet. Idempotent."""
-        self._instances[instance] = None
+        self.measured: Slownesses = ALL_ALIKE
+        """Values by the prefills of each instance alone; empty while all count as equal."""
 
     def forget(self, instance: str) -> None:
-        """The instance left the fleet."""
-        self._instances.pop(instance, None)
-        self.restarted(instance)
-
-    def restarted(self, instance: str) -> None:
-        """The instance may have another GPU, or be repaired: nothing is known of it."""
+        """The instance left the fleet, has another GPU, or may be repaired: nothing is known of it."""
         if self._means.pop(instance, None) is not None:
             self._renew(self._at_s)
 
@@ -114,7 +105,6 @@ class Slowness:
         """
         if not (expected_s > 0 and actual_s > 0 and isfinite(actual_s)):
             return
-        self.add(instance)
         observed = max(-_LARGEST, min(_LARGEST, log(actual_s / expected_s)))
         mean = self._means.get(instance)
         if mean is not None and now_s - mean.latest_s >= FORGOTTEN_S:
@@ -131,53 +121,62 @@ class Slowness:
         """Take the median out of all means, and return it: the model of all instances is to grow by it.
 
         Otherwise both move: the model follows the instances that get prefills, and the means of the others, to which it
-        is related, stay where they are. 0 while all count as equal.
+        is related, stay where they are. 0 while all count as equal, but for the first time after they did not.
         """
-        if not self._differ:
+        if self._centred and not self._differ:
             return 0.0
-        middle = _median([mean.value for mean in self._known().values()])
+        self._centred = not self._differ
+        known, middle = self._known(), self._middle
+        if not known:
+            return 0.0
         self._means = {name: mean._replace(value=mean.value - middle) for name, mean in self._means.items()}
+        self._middle = 0.0
         return middle
 
-    def at(self, now_s: float) -> Slownesses:
-        """Values at a time; empty while all count as equal. Computed once a second."""
-        if self._differ and now_s - self._at_s > _RENEWED_S:
-            self._renew(now_s)
-        return self._values
+    def among(self, instances: Iterable[str], now_s: float) -> Slownesses:
+        """Values for a decision among these instances; empty while all count as equal. O(n).
 
-    @property
-    def latest(self) -> Slownesses:
-        """The values computed last."""
-        return self._values
+        That of an instance without a prefill for ``FRESH_S`` approaches the fastest one of these, and one of which
+        nothing is known has the fastest one's, so that they are tried. Others may serve another model.
+        """
+        if not self._differ:
+            return ALL_ALIKE
+        means, middle, names = self._means, self._middle, list(instances)
+        known = {name: mean for name in names if (mean := means.get(name)) and mean.prefills >= LEAST_PREFILLS}
+        if not known:
+            return ALL_ALIKE
+        sure = [mean.value for mean in known.values() if mean.number >= LEAST_PREFILLS]
+        fastest = min(sure or [mean.value for mean in known.values()])
+        unknown = exp(fastest - middle)
+        return {
+            name: exp(fastest - middle + (mean.value - fastest) * mean.trusted(now_s))
+            if (mean := known.get(name))
+            else unknown
+            for name in names
+        }
 
     def _known(self) -> dict[str, _Mean]:
         return {name: mean for name, mean in self._means.items() if mean.prefills >= LEAST_PREFILLS}
 
     def _renew(self, now_s: float) -> None:
-        """Compute the values of a time. O(n log n)."""
+        """Judge whether instances differ. O(n log n)."""
         self._at_s = now_s
         self._means = {name: mean for name, mean in self._means.items() if now_s - mean.latest_s < FORGOTTEN_S}
         known = self._known()
+        middle = self._middle = _median([mean.value for mean in known.values()]) if known else 0.0
         if len(known) < 2:
-            self._differ, self._values = False, ALL_ALIKE
-            return
-        middle = _median([mean.value for mean in known.values()])
-        sure = {name: mean for name, mean in known.items() if mean.number >= LEAST_PREFILLS} or known
-        fastest = min([mean.value for mean in sure.values()])
-        values = {name: fastest + (mean.value - fastest) * mean.trusted(now_s) for name, mean in known.items()}
-        if self._differ:
-            now_middle = _median(list(values.values()))
-            self._differ = any(abs(value - now_middle) > ALIKE for value in values.values())
+            self._differ = False
+        elif self._differ:
+            self._differ = any(abs(mean.value - middle) > ALIKE for mean in known.values())
         else:
             self._differ = any(
                 abs(mean.value - middle) - _SIGMAS * sqrt(self._variance / mean.number) > CLEAR
-                for mean in sure.values()
-                if mean.number >= LEAST_PREFILLS
+                for mean in known.values()
+                if mean.number >= LEAST_PREFILLS  # worth that many now, too
             )
-        if self._differ:
-            self._values = {name: exp(values.get(name, fastest) - middle) for name in self._instances}
-        else:
-            self._values = ALL_ALIKE
+        self._centred = self._centred and not self._differ
+        measured = {name: exp(mean.value - middle) for name, mean in known.items()}
+        self.measured = measured if self._differ else ALL_ALIKE
 
 
 def _median(values: list[float]) -> float:

@@ -57,7 +57,7 @@ def designate(
     views, heavy = fleet.instances, decision.request_class is RequestClass.HEAVY
     if specialists.sent(request, decision.decode_on, now_s, memory, heavy=heavy):
         on, new_tokens = decision.prefill_on or decision.decode_on, request.prompt_tokens - cached_tokens
-        seconds = costs.prefill.seconds(new_tokens, cached_tokens) * costs.slowness.latest.get(on, 1.0)
+        seconds = costs.prefill.seconds(new_tokens, cached_tokens) * costs.slowness.measured.get(on, 1.0)
         specialists.prefilled(on, seconds, now_s)
     if heavy or specialists.names:
         remote, used = accounts.remote, specialists.contexts.working_set_tokens(accounts.active_tokens, now_s)

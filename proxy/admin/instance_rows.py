@@ -34,7 +34,7 @@ def _row(
     core: Core, fleet: FleetChanges, instance: Instance, now_s: float, classes: Mapping[str, Mapping[str, int]]
 ) -> dict[str, Any]:
     state = core.router.state
-    load, slowness = state.ledger.load(instance.name, now_s), state.costs.slowness.at(now_s).get(instance.name)
+    load, slowness = state.ledger.load(instance.name, now_s), state.costs.slowness.measured.get(instance.name)
     return {
         "name": instance.name,
         "url": instance.url,

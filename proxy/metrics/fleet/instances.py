@@ -78,7 +78,7 @@ def instance_families(router: Router, instances: Instances, events: EventSubscri
             ("sessions", router.state.sessions.count(name)),
             ("index_blocks", router.state.index.blocks(name)),
             ("kv_usage_ratio", instance.reported.kv_usage),
-            ("slowness_ratio", router.state.costs.slowness.at(now_s).get(name)),
+            ("slowness_ratio", router.state.costs.slowness.measured.get(name)),
         ):
             if value is not None:
                 gauges[figure].add_metric([name], float(value))

@@ -29,17 +29,17 @@ def test_equal_instances_are_never_taken_as_different(seed: int) -> None:
     for number in range(3_000):
         name = draw.choice(names)
         slowness.observe(name, 1.0, busier[name] * draw.lognormvariate(0.0, 0.3), number / 5)
-        assert slowness.at(number / 5) is ALL_ALIKE
+        assert slowness.measured is ALL_ALIKE
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_slowness_of_every_instance_is_relative_to_the_middle_one(seed: int) -> None:
-    found = learned({"a": 1.0, "b": 1.0, "c": 1.0, "d": 0.25}, 400, seed).latest
+    found = learned({"a": 1.0, "b": 1.0, "c": 1.0, "d": 0.25}, 400, seed).measured
     assert found.keys() == {"a", "b", "c", "d"}
     assert found["d"] == pytest.approx(4.0, rel=0.25)
     for name in "abc":
         assert found[name] == pytest.approx(1.0, rel=0.15)
-    two = learned({"a": 1.0, "b": 0.5}, 400, seed).latest
+    two = learned({"a": 1.0, "b": 0.5}, 400, seed).measured
     assert two["b"] / two["a"] == pytest.approx(2.0, rel=0.25)
     assert two["a"] * two["b"] == pytest.approx(1.0)
 
@@ -49,43 +49,44 @@ def test_few_prefills_are_enough_for_a_large_difference_and_one_is_not() -> None
     for now_s in range(LEAST_PREFILLS):
         slowness.observe("fast", 1.0, 1.0, float(now_s))
     slowness.observe("slow", 1.0, 40.0, 6.0)
-    assert slowness.latest is ALL_ALIKE
+    assert slowness.measured is ALL_ALIKE
     for now_s in range(7, 17):
         slowness.observe("slow", 1.0, 6.0, float(now_s))
         slowness.observe("fast", 1.0, 1.0, float(now_s))
-    assert slowness.latest["slow"] / slowness.latest["fast"] == pytest.approx(6, rel=0.2)
+    assert slowness.measured["slow"] / slowness.measured["fast"] == pytest.approx(6, rel=0.2)
 
 
 def test_one_stall_does_not_make_an_instance_slow() -> None:
     slowness = learned({"a": 1.0, "b": 1.0}, 40, 1)
     slowness.observe("a", 1.0, 1e9, 40.0)
-    assert slowness.latest is ALL_ALIKE
+    assert slowness.measured is ALL_ALIKE
 
 
 def test_an_instance_that_is_as_fast_as_the_others_again_is_found_to_be() -> None:
     slowness = learned({"a": 1.0, "b": 1.0, "c": 0.3}, 200, 2)
-    assert slowness.latest["c"] > 2
+    assert slowness.measured["c"] > 2
     draw = random.Random(3)
     for now_s in range(200, 400):
         slowness.observe(draw.choice("abc"), 1.0, draw.lognormvariate(0.0, 0.2), float(now_s))
-    assert slowness.latest is ALL_ALIKE
+    assert slowness.measured is ALL_ALIKE
 
 
 def test_an_instance_without_prefills_comes_to_be_tried_again() -> None:
     slowness = learned({"a": 1.0, "b": 1.0, "c": 0.25}, 200, 2)
-    before, until = slowness.at(200.0)["c"], 200.0 + FRESH_S + HALF_LIFE_S
+    before, until = slowness.among("abc", 200.0)["c"], 200.0 + FRESH_S + HALF_LIFE_S
     for now_s in range(200, int(until)):
         slowness.observe("ab"[now_s % 2], 1.0, 1.0, float(now_s))
         if now_s < 190 + FRESH_S:
-            assert slowness.latest["c"] == pytest.approx(before, rel=0.1)
-    assert slowness.at(until)["c"] == pytest.approx(before**0.5, rel=0.15)
+            assert slowness.among("abc", float(now_s))["c"] == pytest.approx(before, rel=0.1)
+    assert slowness.among("abc", until)["c"] == pytest.approx(before**0.5, rel=0.15)
+    assert slowness.measured["c"] == pytest.approx(before, rel=0.15)
     # One prefill shows that it is as slow as before, and some that it is not.
     slow = learned({"a": 1.0, "b": 1.0, "c": 0.25}, 200, 2)
     slow.observe("c", 1.0, 4.0, until)
-    assert slow.latest["c"] == pytest.approx(before, rel=0.15)
+    assert slow.among("abc", until)["c"] == pytest.approx(before, rel=0.15)
     for number in range(12):
         slowness.observe("c", 1.0, 1.0, until + number)
-    assert slowness.latest.get("c", 1.0) < 1.6
+    assert slowness.among("abc", until + 12).get("c", 1.0) < 1.6
 
 
 def test_two_late_prefills_after_a_long_time_do_not_make_an_instance_slow() -> None:
@@ -93,41 +94,45 @@ def test_two_late_prefills_after_a_long_time_do_not_make_an_instance_slow() -> N
         slowness = learned({"a": 1.0, "b": 1.0, "c": 1.0}, 120, 8)
         for number in range(2):
             slowness.observe("c", 1.0, 3.0, 120.0 + gap_s + number)
-            assert slowness.latest is ALL_ALIKE
+            assert slowness.measured is ALL_ALIKE
 
 
-def test_a_value_grows_old_with_time_alone_and_is_forgotten() -> None:
+def test_a_value_is_forgotten_after_a_long_time() -> None:
     slowness = learned({"a": 1.0, "b": 1.0, "c": 0.125}, 200, 2)
-    assert slowness.at(200.0)
-    assert slowness.at(200.2) is slowness.at(200.5)
-    assert slowness.at(200.0 + FRESH_S + HALF_LIFE_S)["c"] < 4
-    assert slowness.at(200.0 + FORGOTTEN_S) is ALL_ALIKE
+    slowness.observe("a", 1.0, 1.0, 190.0 + FORGOTTEN_S)
+    assert slowness.measured
+    slowness.observe("a", 1.0, 1.0, 200.0 + FORGOTTEN_S)
+    assert slowness.measured is ALL_ALIKE
 
 
-def test_an_instance_of_which_nothing_is_known_counts_as_the_fastest() -> None:
+def test_an_instance_of_which_nothing_is_known_counts_as_the_fastest_of_those_that_may_be_chosen() -> None:
     slowness = learned({"a": 1.0, "b": 1.0, "c": 0.5, "d": 0.5}, 300, 6)
-    slowness.add("new")
-    slowness.restarted("a")
-    slowness.observe("d", 1.0, 2.0, 300.0)
-    found = slowness.latest
-    assert found["new"] == found["a"] == min(found["b"], found["c"], found["d"])
+    slowness.forget("a")
+    found = slowness.among(["new", "a", "b", "c", "d"], 300.0)
+    assert found["new"] == found["a"] == found["b"] == min(found.values())
+    # Those of another model do not count: all that serve this one are slow.
+    found = slowness.among(["new", "c", "d"], 300.0)
+    assert found["new"] == min(found["c"], found["d"]) > 0.9
+    idle = slowness.among(["c", "d"], 300.0 + FRESH_S + 5 * HALF_LIFE_S)
+    assert idle["c"] == pytest.approx(min(found["c"], found["d"]), rel=0.1)
+    assert slowness.among(["new", "newer"], 300.0) is ALL_ALIKE
 
 
 def test_one_instance_alone_has_no_slowness_and_those_that_left_do_not_count() -> None:
     slowness = learned({"a": 1.0, "b": 0.3}, 100, 4)
-    assert slowness.latest
+    assert slowness.measured
     slowness.forget("b")
-    assert slowness.latest is ALL_ALIKE
+    assert slowness.measured is ALL_ALIKE
     slowness.forget("never known")
-    assert learned({"a": 0.2}, 100, 4).latest is ALL_ALIKE
+    assert learned({"a": 0.2}, 100, 4).measured is ALL_ALIKE
 
 
 @pytest.mark.parametrize(("expected_s", "actual_s"), [(0.0, 1.0), (1.0, 0.0), (1.0, -1.0), (1.0, inf)])
 def test_impossible_times_are_left_out(expected_s: float, actual_s: float) -> None:
     slowness = learned({"a": 1.0, "b": 0.3}, 100, 5)
-    before = dict(slowness.latest)
+    before = dict(slowness.measured)
     slowness.observe("a", expected_s, actual_s, 99.0)
-    assert slowness.latest == before
+    assert slowness.measured == before
 
 
 JOB = PrefillJob("slow", 20_000, 0, 0, 0)
@@ -145,12 +150,12 @@ def book_with(**factors: float) -> CostBook:
 
 def test_a_first_token_of_a_slow_instance_is_predicted_late_and_does_not_change_the_model_of_all() -> None:
     book, fresh_s = book_with(a=1.0, b=1.0, slow=4.0), PrefillModel().seconds(20_000, 0)
-    assert book.at(39.0).slowness["slow"] == pytest.approx(4.0, rel=0.1)
+    assert book.at(39.0, ["a", "b", "slow"]).slowness["slow"] == pytest.approx(4.0, rel=0.1)
     assert book.prefill.seconds(20_000, 0) == pytest.approx(fresh_s, rel=0.1)
     assert book.prefilled(JOB, 4 * fresh_s) == pytest.approx(4 * fresh_s, rel=0.15)
     assert book.prefilled(JOB._replace(instance="a"), fresh_s) == pytest.approx(fresh_s, rel=0.1)
     book.forget("slow")
-    assert not book.at(39.0).slowness
+    assert not book.at(39.0, ["a", "b"]).slowness
 
 
 @pytest.mark.parametrize(
@@ -162,8 +167,25 @@ def test_the_model_stays_where_it_is_if_only_the_fast_instances_get_prefills(fac
         book.prefilled(JOB._replace(instance="a"), expected_s)
         book.compare(JOB._replace(instance="a"), 20_000, 0, expected_s, float(now_s))
         for name, factor in factors.items():  # what a prefill on each instance is taken to need
-            whole_s = book.prefill.seconds(20_000, 0) * book.at(float(now_s)).slowness.get(name, 1.0)
+            whole_s = book.prefill.seconds(20_000, 0) * book.at(float(now_s), factors).slowness.get(name, 1.0)
             assert 0.6 < whole_s / expected_s < 1.25 * factor, (name, now_s)
+
+
+@pytest.mark.parametrize("leave", ["forget", "restarted"])
+def test_the_model_fits_those_that_remain_when_the_middle_instance_is_one_of_them_no_more(leave: str) -> None:
+    book, expected_s = book_with(a=1.0, b=1.0, c=4.0, d=4.0, e=4.0), PrefillModel().seconds(20_000, 0)
+    for name in "cde":
+        getattr(book, leave)(name)
+        for each in "ab":
+            value = book.prefill.seconds(20_000, 0) * book.at(39.0, "ab").slowness.get(each, 1.0)
+            assert value == pytest.approx(expected_s, rel=0.1)
+
+
+def test_an_instance_of_unknown_speed_teaches_the_model_nothing_while_others_differ() -> None:
+    book, expected_s = book_with(a=1.0, b=1.0, c=4.0), PrefillModel().seconds(20_000, 0)
+    for _ in range(50):
+        book.prefilled(JOB._replace(instance="producer"), 4 * expected_s)
+    assert book.prefill.seconds(20_000, 0) == pytest.approx(expected_s, rel=0.1)
 
 
 def test_what_the_engine_had_cached_counts_where_it_reports_it() -> None:
@@ -175,13 +197,13 @@ def test_what_the_engine_had_cached_counts_where_it_reports_it() -> None:
         # The proxy had expected half of the prompt in a cache that was evicted.
         book.compare(evicting, 40_000, 0, whole_s, float(now_s))
         book.compare(keeping, 40_000, 0, whole_s, float(now_s))
-    assert not book.at(20.0).slowness
+    assert not book.slowness.measured
     # An engine that has never reported any may be unable to: then what was expected counts.
     for now_s in range(20, 40):
         book.compare(
             evicting._replace(instance="silent"), 40_000, 0, book.prefill.seconds(20_000, 20_000), float(now_s)
         )
-    assert not book.at(40.0).slowness
+    assert not book.slowness.measured
 
 
 def test_the_prompt_is_as_long_as_the_engine_says() -> None:
@@ -190,7 +212,7 @@ def test_the_prompt_is_as_long_as_the_engine_says() -> None:
         for name, estimate in (("text", 30_000), ("ids", 20_000)):
             seconds = book.prefill.seconds(20_000, 0)
             book.compare(PrefillJob(name, estimate, 0, 0, 0), 20_000, 0, seconds, float(now_s))
-    assert not book.at(30.0).slowness
+    assert not book.slowness.measured
 
 
 @pytest.mark.parametrize(
@@ -206,4 +228,4 @@ def test_what_may_have_waited_says_nothing_of_the_instance(job: PrefillJob, prom
     for now_s in range(50):
         book.compare(JOB._replace(instance="a"), 20_000, 0, 1.0, float(now_s))
         book.compare(job, prompt_tokens, 0, 100.0, float(now_s))
-    assert not book.at(50.0).slowness
+    assert not book.slowness.measured

@@ -20,7 +20,7 @@ def learned(speeds: tuple[float, ...], policy: str = "warm") -> dict[str, float]
     options = SimOptions(instances=4, pool_tokens=ROOMY_TOKENS, speeds=speeds)
     offline = OfflineRun.of_trace(TRACE, options, make_routing(policy))
     offline.run(lambda _: None)
-    return dict(offline._router.state.costs.slowness.latest)
+    return dict(offline._router.state.costs.slowness.measured)
 
 
 def test_the_slowness_of_each_instance_is_learned() -> None:
