@@ -107,19 +107,24 @@ async def test_responses_are_the_engines_own(engines: Engines, start_proxy: Star
 
 
 async def test_the_first_token_of_a_response_is_not_the_event_that_opens_its_stream(start_proxy: StartProxy) -> None:
-    proxy = await start_proxy(0)
-    body, opened_s, output_s = request(fresh_text(6000), stream=True), 0.0, 0.0
-    began_s = time.perf_counter()
-    async with proxy.client.stream("POST", "/v1/responses", json=body) as answer:
-        assert answer.status_code == 200
-        async for line in answer.aiter_lines():
-            if line == "event: response.created":
-                opened_s = time.perf_counter() - began_s
-            elif line.startswith("event: response.output") and not output_s:
-                output_s = time.perf_counter() - began_s
-    row = await row_of(proxy, answer)
-    assert 0 < opened_s < output_s
-    assert row["legs"]["first_token"]["actual_s"] - opened_s > 0.5 * (output_s - opened_s)
+    """The opening itself never passes. On a busy machine a reader may see both at once, so there are five attempts."""
+    proxy, seen = await start_proxy(0), list[tuple[float, float, float]]()
+    for _ in range(5):
+        body, opened_s, output_s = request(fresh_text(6000), stream=True), 0.0, 0.0
+        began_s = time.perf_counter()
+        async with proxy.client.stream("POST", "/v1/responses", json=body) as answer:
+            assert answer.status_code == 200
+            async for line in answer.aiter_lines():
+                if line == "event: response.created":
+                    opened_s = time.perf_counter() - began_s
+                elif line.startswith("event: response.output") and not output_s:
+                    output_s = time.perf_counter() - began_s
+        assert 0 < opened_s < output_s
+        first_s = (await row_of(proxy, answer))["legs"]["first_token"]["actual_s"]
+        seen.append((opened_s, first_s, output_s))
+        if first_s - opened_s > 0.5 * (output_s - opened_s):
+            return
+    pytest.fail(f"opened, first token, output: {seen}")
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
