@@ -311,7 +311,7 @@ class FleetState:
             hotspot=self.hotspots.view(request.block_hashes),
             offloads_in_flight=self.offloads_in_flight,
             broken_pairs=self.pairs.broken(now_s),
-            costs=self.costs.at(now_s, (*eligible, *prefill_only)),
+            costs=self.costs.at(now_s, eligible, prefill_only),
             prefill_instances=(*views, *viewer.views(self._instances, prefill_only)) if prefill_only else (),
             specialists=self.specialists.stretches(now_s),
             contexts=self.specialists.contexts_without(request.session_id or request.request_id),

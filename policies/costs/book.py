@@ -95,9 +95,9 @@ class CostBook:
         self._reporting = set[str]()
         """Instances that have reported cached tokens; 0 of another one may mean that it cannot."""
 
-    def at(self, now_s: float, instances: Iterable[str] = ()) -> Costs:
-        """Snapshot of the models for a decision at ``now_s`` among these instances."""
-        short_step, slowness = self.steps.short_step, self.slowness.among(instances, now_s)
+    def at(self, now_s: float, *instances: Iterable[str]) -> Costs:
+        """Snapshot of the models for a decision at ``now_s`` among the instances of all groups."""
+        short_step, slowness = self.steps.short_step, self.slowness.among(now_s, *instances)
         return Costs(self.prefill, self.transfer, now_s, self.bytes_per_token, short_step, slowness)
 
     def prefilled(self, job: PrefillJob, seconds: float, *, ordered: bool = False) -> float:

@@ -74,12 +74,15 @@ class Slowness:
     differs, by ``CLEAR``, all count as equal: so nothing changes in a fleet of equal instances.
     """
 
-    __slots__ = ("_at_s", "_centred", "_differ", "_means", "_middle", "_prefills", "_variance", "measured")
+    __slots__ = ("_at_s", "_centred", "_differ", "_means", "_middle", "_model", "_prefills", "_variance", "measured")
 
     def __init__(self) -> None:
         self._means: dict[str, _Mean] = {}
+        """Relative to the model as it was at first."""
         self._middle = 0.0
         """Median of the means that count."""
+        self._model = 0.0
+        """What the model has grown by since (`recentre`)."""
         self._variance = _PRIOR_VARIANCE
         self._prefills = 0
         self._differ = False
@@ -105,7 +108,7 @@ class Slowness:
         """
         if not (expected_s > 0 and actual_s > 0 and isfinite(actual_s)):
             return
-        observed = max(-_LARGEST, min(_LARGEST, log(actual_s / expected_s)))
+        observed = self._model + max(-_LARGEST, min(_LARGEST, log(actual_s / expected_s)))
         mean = self._means.get(instance)
         if mean is not None and now_s - mean.latest_s >= FORGOTTEN_S:
             mean = None
@@ -118,30 +121,26 @@ class Slowness:
         self._renew(now_s)
 
     def recentre(self) -> float:
-        """Take the median out of all means, and return it: the model of all instances is to grow by it.
+        """The logarithm by which the model of all instances is to grow, so that the middle one takes as long as it says.
 
         Otherwise both move: the model follows the instances that get prefills, and the means of the others, to which it
-        is related, stay where they are. 0 while all count as equal, but for the first time after they did not.
+        is related, stay where they are. 0 while all count as equal, but for the first time after they did not. O(1).
         """
         if self._centred and not self._differ:
             return 0.0
         self._centred = not self._differ
-        known, middle = self._known(), self._middle
-        if not known:
-            return 0.0
-        self._means = {name: mean._replace(value=mean.value - middle) for name, mean in self._means.items()}
-        self._middle = 0.0
-        return middle
+        grown, self._model = self._middle - self._model, self._middle
+        return grown
 
-    def among(self, instances: Iterable[str], now_s: float) -> Slownesses:
-        """Values for a decision among these instances; empty while all count as equal. O(n).
+    def among(self, now_s: float, *instances: Iterable[str]) -> Slownesses:
+        """Values for a decision among the instances of all groups; empty while all count as equal. O(n).
 
         That of an instance without a prefill for ``FRESH_S`` approaches the fastest one of these, and one of which
         nothing is known has the fastest one's, so that they are tried. Others may serve another model.
         """
         if not self._differ:
             return ALL_ALIKE
-        means, middle, names = self._means, self._middle, list(instances)
+        means, middle, names = self._means, self._middle, [name for group in instances for name in group]
         known = {name: mean for name in names if (mean := means.get(name)) and mean.prefills >= LEAST_PREFILLS}
         if not known:
             return ALL_ALIKE
@@ -155,15 +154,12 @@ class Slowness:
             for name in names
         }
 
-    def _known(self) -> dict[str, _Mean]:
-        return {name: mean for name, mean in self._means.items() if mean.prefills >= LEAST_PREFILLS}
-
     def _renew(self, now_s: float) -> None:
         """Judge whether instances differ. O(n log n)."""
         self._at_s = now_s
         self._means = {name: mean for name, mean in self._means.items() if now_s - mean.latest_s < FORGOTTEN_S}
-        known = self._known()
-        middle = self._middle = _median([mean.value for mean in known.values()]) if known else 0.0
+        known = {name: mean for name, mean in self._means.items() if mean.prefills >= LEAST_PREFILLS}
+        middle = self._middle = _median([mean.value for mean in known.values()]) if known else self._model
         if len(known) < 2:
             self._differ = False
         elif self._differ:
@@ -175,8 +171,7 @@ class Slowness:
                 if mean.number >= LEAST_PREFILLS  # worth that many now, too
             )
         self._centred = self._centred and not self._differ
-        measured = {name: exp(mean.value - middle) for name, mean in known.items()}
-        self.measured = measured if self._differ else ALL_ALIKE
+        self.measured = {name: exp(mean.value - middle) for name, mean in known.items()} if self._differ else ALL_ALIKE
 
 
 def _median(values: list[float]) -> float:

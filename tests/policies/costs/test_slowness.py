@@ -73,20 +73,20 @@ def test_an_instance_that_is_as_fast_as_the_others_again_is_found_to_be() -> Non
 
 def test_an_instance_without_prefills_comes_to_be_tried_again() -> None:
     slowness = learned({"a": 1.0, "b": 1.0, "c": 0.25}, 200, 2)
-    before, until = slowness.among("abc", 200.0)["c"], 200.0 + FRESH_S + HALF_LIFE_S
+    before, until = slowness.among(200.0, "abc")["c"], 200.0 + FRESH_S + HALF_LIFE_S
     for now_s in range(200, int(until)):
         slowness.observe("ab"[now_s % 2], 1.0, 1.0, float(now_s))
         if now_s < 190 + FRESH_S:
-            assert slowness.among("abc", float(now_s))["c"] == pytest.approx(before, rel=0.1)
-    assert slowness.among("abc", until)["c"] == pytest.approx(before**0.5, rel=0.15)
+            assert slowness.among(float(now_s), "abc")["c"] == pytest.approx(before, rel=0.1)
+    assert slowness.among(until, "abc")["c"] == pytest.approx(before**0.5, rel=0.15)
     assert slowness.measured["c"] == pytest.approx(before, rel=0.15)
     # One prefill shows that it is as slow as before, and some that it is not.
     slow = learned({"a": 1.0, "b": 1.0, "c": 0.25}, 200, 2)
     slow.observe("c", 1.0, 4.0, until)
-    assert slow.among("abc", until)["c"] == pytest.approx(before, rel=0.15)
+    assert slow.among(until, "abc")["c"] == pytest.approx(before, rel=0.15)
     for number in range(12):
         slowness.observe("c", 1.0, 1.0, until + number)
-    assert slowness.among("abc", until + 12).get("c", 1.0) < 1.6
+    assert slowness.among(until + 12, "abc").get("c", 1.0) < 1.6
 
 
 def test_two_late_prefills_after_a_long_time_do_not_make_an_instance_slow() -> None:
@@ -108,14 +108,14 @@ def test_a_value_is_forgotten_after_a_long_time() -> None:
 def test_an_instance_of_which_nothing_is_known_counts_as_the_fastest_of_those_that_may_be_chosen() -> None:
     slowness = learned({"a": 1.0, "b": 1.0, "c": 0.5, "d": 0.5}, 300, 6)
     slowness.forget("a")
-    found = slowness.among(["new", "a", "b", "c", "d"], 300.0)
+    found = slowness.among(300.0, ["new", "a", "b", "c", "d"])
     assert found["new"] == found["a"] == found["b"] == min(found.values())
     # Those of another model do not count: all that serve this one are slow.
-    found = slowness.among(["new", "c", "d"], 300.0)
+    found = slowness.among(300.0, ["new", "c", "d"])
     assert found["new"] == min(found["c"], found["d"]) > 0.9
-    idle = slowness.among(["c", "d"], 300.0 + FRESH_S + 5 * HALF_LIFE_S)
+    idle = slowness.among(300.0 + FRESH_S + 5 * HALF_LIFE_S, ["c", "d"])
     assert idle["c"] == pytest.approx(min(found["c"], found["d"]), rel=0.1)
-    assert slowness.among(["new", "newer"], 300.0) is ALL_ALIKE
+    assert slowness.among(300.0, ["new", "newer"]) is ALL_ALIKE
 
 
 def test_one_instance_alone_has_no_slowness_and_those_that_left_do_not_count() -> None:
