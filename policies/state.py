@@ -16,10 +16,10 @@ from policies.admission.turns import Turn
 from policies.costs.book import CostBook, Workload
 from policies.costs.order import PrefillOrder
 from policies.costs.step_watch import WatchedStream
+from policies.designation import designate
 from policies.holds import Holds, KvHold
 from policies.hotspots import HotspotTracker, is_hotspot
 from policies.ledger import Lease, Ledger
-from policies.offload.designation import designate
 from policies.offload.specialists import Specialists
 from policies.pairs import PairBreaker
 from policies.predict.predictor import Predictor, Promised

@@ -121,7 +121,7 @@ class Slowness:
         self._renew(now_s)
 
     def recentre(self) -> float:
-        """The logarithm by which the model of all instances is to grow, so that the middle one takes as long as it says.
+        """The logarithm by which the model of all instances is to grow, to be that of the middle one.
 
         Otherwise both move: the model follows the instances that get prefills, and the means of the others, to which it
         is related, stay where they are. 0 while all count as equal, but for the first time after they did not. O(1).

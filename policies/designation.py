@@ -2,44 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
+from policies.admission.accounts import SessionAccounts
 from policies.costs.book import CostBook
 from policies.offload.specialists import FleetLoad, Specialists
 from policies.snapshot import FleetSnapshot
 from policies.types import Decision, RequestClass, RequestView
 
 
-class ContextsElsewhere(Protocol):
-    """Contexts that other replicas serve, and what recomputing theirs takes."""
-
-    @property
-    def active_tokens(self) -> int: ...
-
-    @property
-    def kept_tokens(self) -> int: ...
-
-    @property
-    def lost_share(self) -> float: ...
-
-
-class Contexts(Protocol):
-    """Contexts in flight (`policies.admission.accounts.SessionAccounts`)."""
-
-    @property
-    def active_tokens(self) -> int: ...
-
-    @property
-    def remote(self) -> ContextsElsewhere: ...
-
-    def lost_share(self, instances: int, now_s: float) -> float:
-        """Share of the time of so many instances that recomputing evicted contexts takes."""
-        ...
-
-
 def designate(
     specialists: Specialists,
-    accounts: Contexts,
+    accounts: SessionAccounts,
     costs: CostBook,
     request: RequestView,
     fleet: FleetSnapshot,
