@@ -176,7 +176,8 @@ def simulate_command(
     sweep: Annotated[
         list[str] | None,
         typer.Option(
-            help="KEY=V1,V2,...: every combination; KEY: an option, or policy.X, planner.X or admission.X. Repeatable.",
+            help="KEY=V1,V2,...: every combination; KEY: an option, or policy.X, planner.X or admission.X; lists in "
+            "brackets: speeds=[1],[1,0.5]. Repeatable.",
             show_default=False,
         ),
     ] = None,
@@ -208,7 +209,7 @@ def simulate_command(
     from replayer.records.outputs import exit_on_signals, not_written
     from replayer.traces.trace import TraceError
     from sim.offline.options import SimulationError
-    from sim.offline.setup import Setup, parsed_params
+    from sim.offline.setup import Setup, parsed_params, parsed_speeds
 
     # Where a MODULE:Class is looked for last; a sweep's processes get this path too.
     if (here := str(Path.cwd())) not in sys.path:
@@ -249,7 +250,7 @@ def simulate_command(
             arrival_jitter_s=arrival_jitter_s,
             speed_sigma=speed_sigma,
             slowdown=slowdown,
-            speeds=speeds,
+            speeds=parsed_speeds(speeds),
             label=label,
         )
         if not sweep and (ray or resume or jobs is not None):

@@ -60,7 +60,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     arrival_jitter_s: float = 0.0
     speed_sigma: float = 0.0
     slowdown: float = 1.0
-    speeds: str = ""
+    speeds: tuple[float, ...] = ()
     """Separated by commas, as in ``SimOptions``."""
     label: str = ""
     """Empty: the policy's name."""
@@ -120,7 +120,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             seed=self.seed,
             noise=Noise(arrival_jitter_s=self.arrival_jitter_s, speed_sigma=self.speed_sigma),
             slowdown=self.slowdown,
-            speeds=parsed_speeds(self.speeds),
+            speeds=self.speeds,
             max_hold_s=self.max_hold_s,
             label=self.label or self.policy,
         )

@@ -30,6 +30,7 @@ _OF_ENGINES = (
     "scheduling_policy",
     "long_prefill_token_threshold",
     "transport",
+    "speeds",
 )
 """Keys of the backend that decide on its engines; a setup of the simulator has the same."""
 

@@ -273,6 +273,11 @@ class SimulatedBackend(Section):
     slowdown: float = Field(
         default=1.0, gt=0, description="factor on the length of every engine step: an effect of known size"
     )
+    speeds: list[float] = Field(
+        default_factory=list,
+        description="speeds of the instances over the profile's, in turn: of [1, 0.5] every second is half as fast; "
+        "default: all 1",
+    )
     breakdown: bool = Field(
         default=True, description="keep a row per request with every candidate's score; false: faster, smaller"
     )

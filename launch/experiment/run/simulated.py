@@ -88,6 +88,7 @@ def simulator_command(experiment: LoadedExperiment, slot: Slot, trace: Path, run
         "role": None if backend.role is None else backend.role.value,
         "prefill-instances": backend.prefill_instances or None,
         "slowdown": backend.slowdown if backend.slowdown != 1 else None,
+        "speeds": ",".join(map(str, backend.speeds)) or None,
         "seed": noise_seed(settings, slot),
         "arrival-jitter-s": backend.noise.arrival_jitter_s,
         "speed-sigma": backend.noise.speed_sigma,

@@ -42,6 +42,8 @@ _EXPLAINED = (
     MemoryError,
 )
 """Errors whose message is enough; of others the place is recorded too."""
+_BETWEEN_VALUES = re.compile(r",(?![^\[]*\])")
+"""Commas outside brackets."""
 
 
 class Point(NamedTuple):
@@ -68,7 +70,7 @@ Execute = Callable[[Sequence[Point]], Iterator[tuple[Point, PointResult]]]
 
 
 def points_of(base: Setup, sweeps: Sequence[str]) -> list[Point]:
-    """Every combination of ``KEY=V1,V2,...``; the last key changes fastest.
+    """Every combination of ``KEY=V1,V2,...``; the last key changes fastest. A list is a value in brackets.
 
     A combination whose values only contradict each other is a point too; simulating it gives its error.
 
@@ -83,7 +85,7 @@ def points_of(base: Setup, sweeps: Sequence[str]) -> list[Point]:
             raise SimulationError(f"--sweep {sweep!r}: give KEY=VALUE1,VALUE2,...")
         if key in axes:
             raise SimulationError(f"--sweep {key}: given twice; put all values into one")
-        axes[key] = [parsed_value(value, sweep) for value in listed.split(",")]
+        axes[key] = [parsed_value(value, sweep) for value in _BETWEEN_VALUES.split(listed)]
     points: list[Point] = []
     refused: dict[str, Exception] = {}
     for combination in itertools.product(*axes.values()):
@@ -113,6 +115,8 @@ def _refuse_values(points: Sequence[Point], refused: Mapping[str, Exception]) ->
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{','.join(map(_text, value))}]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -98,8 +98,8 @@ class TestAdmission:
             settings(arms={"a": {"policy": "warm", "admission": "nonsense"}, "b": {"policy": "warm"}})
 
 
-def test_the_order_of_waiting_prompts_reaches_the_simulator(tmp_path: Path) -> None:
-    def command(**backend: str | int) -> list[str]:
+def test_settings_of_the_engines_reach_the_simulator(tmp_path: Path) -> None:
+    def command(**backend: Any) -> list[str]:
         experiment = loaded(tmp_path, backend={**SIMULATED["backend"], **backend})
         return simulator_command(experiment, plan_runs(experiment.settings)[0], Path("t"), tmp_path)
 
@@ -108,6 +108,8 @@ def test_the_order_of_waiting_prompts_reaches_the_simulator(tmp_path: Path) -> N
     assert "--long-prefill-token-threshold" not in command()
     shared = dict(itertools.pairwise(command(long_prefill_token_threshold=4096)))
     assert shared["--long-prefill-token-threshold"] == "4096"
+    assert "--speeds" not in command()
+    assert dict(itertools.pairwise(command(speeds=[1, 0.5])))["--speeds"] == "1.0,0.5"
     with pytest.raises(ExperimentError, match="scheduling_policy"):
         settings(backend={**SIMULATED["backend"], "scheduling_policy": "lifo"})
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from policies.registry import make_routing
 from sim.offline.options import SimOptions, SimulationError
-from sim.offline.setup import parsed_speeds
+from sim.offline.setup import Setup, parsed_speeds
 from sim.offline.simulate import OfflineRun, simulate
+from sim.offline.sweeps.sweep import points_of
 from tests.sim.offline.offline_runs import ROOMY_TOKENS, agents, run
 
 TRACE = agents(900, rate_per_s=4.0, seed=5)
@@ -61,6 +63,21 @@ def test_speeds_are_numbers_separated_by_commas() -> None:
     assert parsed_speeds("") == ()
     with pytest.raises(SimulationError, match=r"such as 1,0\.5"):
         parsed_speeds("1;2")
+
+
+def test_speeds_are_swept_as_lists(tmp_path: Path) -> None:
+    (tmp_path / "trace.jsonl").touch()
+    base = Setup(trace=str(tmp_path / "trace.jsonl"), instances=4)
+    points = points_of(base, ["speeds=[1],[1,0.5],[1, 1, 1, 0.25]", "policy=warm,lmetric"])
+    assert [point.name for point in points][:3] == [
+        "speeds=[1] policy=warm",
+        "speeds=[1] policy=lmetric",
+        "speeds=[1,0.5] policy=warm",
+    ]
+    assert [point.setup.options().speeds for point in points][::2] == [(1.0,), (1.0, 0.5), (1.0, 1.0, 1.0, 0.25)]
+    for sweep, reason in (("speeds=1", "array"), ("speeds=[1,x]", "float"), ("speeds=[1,1,1,1,1]", "--speeds")):
+        with pytest.raises(SimulationError, match=reason):
+            points_of(base, [sweep])
 
 
 def test_a_slow_instance_gets_little_and_is_tried_again_and_again() -> None:
