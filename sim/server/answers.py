@@ -34,8 +34,12 @@ def usage(call: GenerationCall, deliveries: Sequence[Delivery]) -> dict[str, obj
 class Answers(Protocol):
     """Builds the answer to one call in the shape of its API."""
 
+    def before_prefill(self) -> bytes:
+        """The events that begin a stream before anything is computed."""
+        ...
+
     def opening(self, delivery: Delivery) -> bytes:
-        """The events that begin a stream; sent with the first token."""
+        """The events that come with the first token, before it."""
         ...
 
     def event(self, start: int, stop: int, finish_reason: str | None) -> bytes:
@@ -93,6 +97,10 @@ class AnswerBuilder:
         self._head = {"id": call.public_id, "object": kind, "created": self._created, "model": model}
         stream_head = {**self._head, "object": "chat.completion.chunk"} if call.chat else self._head
         self._event_head = b"data: " + msgspec.json.encode(stream_head)[:-1]
+
+    def before_prefill(self) -> bytes:
+        """No events: vLLM begins these streams with the first token."""
+        return b""
 
     def opening(self, _: Delivery, index: int = 0) -> bytes:
         """The event that opens a chat's choice; nothing for completions."""

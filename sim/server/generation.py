@@ -135,6 +135,8 @@ class GenerationHandler:
         gone: asyncio.Future[None],
     ) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
+        if begun := shape.before_prefill():
+            await send({"type": "http.response.body", "body": begun, "more_body": True})
         opened = False
         breaks = fault if fault is not None and fault.mode in {"hang_mid_stream", "reset_mid_stream"} else None
         while True:

@@ -97,6 +97,9 @@ class _MessageBuilder:
         self._offset = call.request.output_offset
         self._head = {"id": call.public_id, "type": "message", "role": "assistant", "model": model}
 
+    def before_prefill(self) -> bytes:
+        return b""
+
     def opening(self, delivery: Delivery) -> bytes:
         message: dict[str, Any] = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None}
         start = {"type": "message_start", "message": {**message, "usage": self._usage(delivery, 0)}}

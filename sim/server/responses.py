@@ -160,15 +160,15 @@ class _ResponseBuilder:
             "usage": None,
         }
 
+    def before_prefill(self) -> bytes:
+        created = self._event("response.created", response=self._head)
+        return created + self._event("response.in_progress", response=self._head)
+
     def opening(self, _: Delivery) -> bytes:
         item = {**self._item("in_progress"), "content": []}
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        return (
-            self._event("response.created", response=self._head)
-            + self._event("response.in_progress", response=self._head)
-            + self._event("response.output_item.added", output_index=0, item=item)
-            + self._event("response.content_part.added", **self._place(), part=part)
-        )
+        added = self._event("response.output_item.added", output_index=0, item=item)
+        return added + self._event("response.content_part.added", **self._place(), part=part)
 
     def event(self, start: int, stop: int, finish_reason: str | None) -> bytes:
         if start >= stop:

@@ -430,6 +430,26 @@ def test_other_load_failure_policies_answer(engine: EngineProcess, policy: str) 
         assert d.stop() == 0
 
 
+def test_the_stream_of_a_response_opens_before_its_prefill() -> None:
+    """As in vLLM; those of the other APIs begin with the first token."""
+    engine = EngineProcess.start("--max-num-seqs", "1", "--engine-speed", "1")
+    try:
+        busy = {"model": "warm-sim", "prompt": IDS, "max_tokens": 30_000, "stream": True}
+        asked = {"model": "warm-sim", "input": "hello", "stream": True}
+        with engine.client.stream("POST", "/v1/completions", json=busy) as first:
+            tokens = first.iter_lines()
+            assert next(tokens)
+            with engine.client.stream("POST", "/v1/responses", json=asked) as response:
+                lines = response.iter_lines()
+                names = [line for line in (next(lines) for _ in range(5)) if line.startswith("event: ")]
+                state = engine.state()
+                assert (state["running"], state["waiting"]) == (1, 1)
+        assert names == ["event: response.created", "event: response.in_progress"]
+        engine.wait_for(lambda state: state["live_requests"] == 0)
+    finally:
+        assert engine.stop() == 0
+
+
 def test_sigterm_ends_a_busy_engine(engine: EngineProcess) -> None:
     doomed = EngineProcess.start("--role", "none", "--engine-speed", "1")
     assert doomed.bootstrap_port is None

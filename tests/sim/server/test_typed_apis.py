@@ -43,7 +43,8 @@ def finished(call: GenerationCall, *, cached: int = 0) -> Delivery:
 
 def streamed(call: GenerationCall, shape: Answers, *, cached: int = 0) -> list[dict[str, Any]]:
     delivery, end = finished(call, cached=cached), call.request.max_tokens
-    stream = shape.opening(delivery) + shape.event(0, 1, None) + shape.event(1, end, "length") + shape.ending(delivery)
+    stream = shape.before_prefill() + shape.opening(delivery)
+    stream += shape.event(0, 1, None) + shape.event(1, end, "length") + shape.ending(delivery)
     events = []
     for each in stream.decode().removesuffix("\n\n").split("\n\n"):
         name, data = each.split("\n")
