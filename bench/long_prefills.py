@@ -10,27 +10,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from enum import StrEnum
-from multiprocessing import get_context
 from typing import Annotated
 
 import msgspec
 import typer
 
 from bench.cells.arenas import chosen_traces, prepared
+from bench.cells.arms import ArmSetup, in_order, play_beside, ratios_table
 from bench.cells.options import Growing, Jobs, Loads, Pools, Profile, Seeds, TraceDir, Traces
-from bench.cells.placement import (
-    METRICS,
-    PlacementFigures,
-    PlacementRatios,
-    beyond,
-    judged_sessions,
-    means_of,
-    placement_arm,
-    ratios_of,
-)
+from bench.cells.placement import PlacementFigures, PlacementRatios
 from bench.figures.result_file import write_cells
 from bench.tournament.results import GridCell
 from bench.tournament.settings import TournamentError, read_settings
@@ -88,10 +78,9 @@ def play(work: Work) -> PlayedCell:
         UnknownPolicyError: no such admission rule.
     """
     stage = prepared(work.folder, work.cell, work.seed, work.profile)
-    session_of = judged_sessions(stage)
     ordered, plain = make_routing("warm", {}), make_routing("warm", {"slowdown": 0.0})
     rule = make_admission(work.admission)
-    base = placement_arm(stage, replace(stage.options, role=Role.NONE), plain, rule)
+    unchanged = replace(stage.options, role=Role.NONE)
     # Engines refuse a bound above their longest request, as vLLM does; in a pool that small it would bound nothing.
     pool_tokens = stage.options.pool_tokens
     bound = work.threshold if pool_tokens is None else min(work.threshold, pool_tokens)
@@ -101,21 +90,17 @@ def play(work: Work) -> PlayedCell:
         ("threshold", plain, "fcfs", bound),
         ("both", ordered, "priority", bound),
     ):
-        options = replace(
-            stage.options,
-            role=Role.NONE,
-            scheduling_policy=scheduling,
-            long_prefill_token_threshold=threshold,
-        )
-        arms[name] = placement_arm(stage, options, policy, rule)
+        options = replace(unchanged, scheduling_policy=scheduling, long_prefill_token_threshold=threshold)
+        arms[name] = ArmSetup(options, policy, rule)
+    played = play_beside(stage, ArmSetup(unchanged, plain, rule), arms)
     return PlayedCell(
         cell=stage.cell,
         seed=stage.seed,
         sessions=stage.sessions,
-        turns=session_of.size,
-        plain=base.figures,
-        arms={name: arm.figures for name, arm in arms.items()},
-        ratios={name: ratios_of(arm, base, session_of, stage.seed) for name, arm in arms.items()},
+        turns=played.turns,
+        plain=played.base,
+        arms=played.arms,
+        ratios=played.ratios,
     )
 
 
@@ -127,25 +112,13 @@ class Dimension(StrEnum):
 
 
 def table_of(cells: Sequence[PlayedCell], by: Dimension = Dimension.TRACE) -> list[str]:
-    """A Markdown table, a row for each trace, or pool, and arm: geometric means over the other dimensions.
-
-    ``better`` and ``worse`` count figures whose interval excludes 1 on that side by more than 3 %.
-    """
-    lines = [
-        f"| {'trace' if by is Dimension.TRACE else 'pool, hot sets'} | engines | runs | {' | '.join(METRICS)} "
-        "| better | worse |",
-        f"| --- | --- | ---: |{' ---: |' * len(METRICS)} ---: | ---: |",
-    ]
-    rows = defaultdict(list)
-    for each in cells:
-        rows[each.cell.trace if by is Dimension.TRACE else each.cell.pool].append(each.ratios)
-    for row in sorted(rows):
-        name = f"`{row}`" if by is Dimension.TRACE else f"{row:g}"
+    """A Markdown table, a row for each trace, or pool, and arm (`bench.cells.arms.ratios_table`)."""
+    rows: dict[tuple[str, str], list[PlacementRatios]] = defaultdict(list)
+    for each in sorted(cells, key=lambda each: each.cell.trace if by is Dimension.TRACE else each.cell.pool):
+        name = f"`{each.cell.trace}`" if by is Dimension.TRACE else f"{each.cell.pool:g}"
         for arm in ARMS:
-            found = [each[arm] for each in rows[row]]
-            better, worse = beyond(found)
-            lines.append(f"| {name} | {arm} | {len(found)} | {means_of(found)} | {better} | {worse} |")
-    return lines
+            rows[name, arm].append(each.ratios[arm])
+    return ratios_table(("trace" if by is Dimension.TRACE else "pool, hot sets", "engines"), rows.items())
 
 
 def main(
@@ -185,14 +158,13 @@ def main(
         for share in load or [0.9]
     ]
     cells: list[PlayedCell] = []
-    with ProcessPoolExecutor(min(jobs, len(works)), mp_context=get_context("spawn")) as processes:
-        for cell in processes.map(play, works):
-            cells.append(cell)
-            if output is not None:
-                setting = {"profile": timed_by.name, "threshold": threshold, "admission": admission}
-                write_cells(output, "long-prefills", SCHEMA, setting, cells)
-            shown = ", ".join(f"{arm} {cell.ratios[arm].ttft_p90[0]:.2f}" for arm in ARMS)
-            typer.echo(f"{cell.cell}, seed {cell.seed}: TTFT p90 {shown}", err=True)
+    for cell in in_order(play, works, jobs):
+        cells.append(cell)
+        if output is not None:
+            setting = {"profile": timed_by.name, "threshold": threshold, "admission": admission}
+            write_cells(output, "long-prefills", SCHEMA, setting, cells)
+        shown = ", ".join(f"{arm} {cell.ratios[arm].ttft_p90[0]:.2f}" for arm in ARMS)
+        typer.echo(f"{cell.cell}, seed {cell.seed}: TTFT p90 {shown}", err=True)
     typer.echo("\n".join(table_of(cells, by)))
 
 

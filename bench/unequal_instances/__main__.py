@@ -7,13 +7,12 @@ mean speed of its instances times that of as many of the profile's.
 
 from __future__ import annotations
 
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from typing import Annotated
 
 import typer
 
 from bench.cells.arenas import chosen_traces
+from bench.cells.arms import in_order
 from bench.cells.options import Growing, Jobs, Pools, Profile, Seeds, TraceDir, Traces
 from bench.figures.result_file import write_cells
 from bench.tournament.results import GridCell
@@ -79,13 +78,12 @@ def main(
         for hot_sets in pool or [1.0, 4.0]
     ]
     cells: list[UnequalCell] = []
-    with ProcessPoolExecutor(min(jobs, len(works)), mp_context=get_context("spawn")) as processes:
-        for cell in processes.map(play, works):
-            cells.append(cell)
-            if output is not None:
-                write_cells(output, "unequal-instances", SCHEMA, {"profile": timed_by.name}, cells)
-            shown = ", ".join(f"{name} {found.e2e_mean[0]:.2f}" for name, found in cell.ratios.items())
-            typer.echo(f"{cell.cell}, speeds {cell.speeds}, seed {cell.seed}: mean E2E {shown}", err=True)
+    for cell in in_order(play, works, jobs):
+        cells.append(cell)
+        if output is not None:
+            write_cells(output, "unequal-instances", SCHEMA, {"profile": timed_by.name}, cells)
+        shown = ", ".join(f"{name} {found.e2e_mean[0]:.2f}" for name, found in cell.ratios.items())
+        typer.echo(f"{cell.cell}, speeds {cell.speeds}, seed {cell.seed}: mean E2E {shown}", err=True)
     typer.echo("\n".join(table_of(cells)))
 
 

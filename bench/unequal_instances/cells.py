@@ -9,16 +9,8 @@ from dataclasses import replace
 import msgspec
 
 from bench.cells.arenas import prepared
-from bench.cells.placement import (
-    METRICS,
-    PlacementFigures,
-    PlacementRatios,
-    beyond,
-    judged_sessions,
-    means_of,
-    placement_arm,
-    ratios_of,
-)
+from bench.cells.arms import ArmSetup, play_beside, ratios_table
+from bench.cells.placement import PlacementFigures, PlacementRatios
 from bench.tournament.results import GridCell
 from policies.registry import make_routing
 from policies.routing.base import RoutingPolicy
@@ -86,35 +78,21 @@ def play(work: UnequalWork) -> UnequalCell:
     load = work.cell.load * mean_speed(speeds, work.cell.fleet)
     stage = prepared(work.folder, msgspec.structs.replace(work.cell, load=load), work.seed, work.profile)
     options = replace(stage.options, role=Role.NONE, transport=None, speeds=speeds)
-    session_of = judged_sessions(stage)
-    base = placement_arm(stage, options, policy_of(BASE))
-    arms = {arm: placement_arm(stage, options, policy_of(arm)) for arm in work.arms}
+    base, *arms = [ArmSetup(options, policy_of(arm)) for arm in (BASE, *work.arms)]
+    played = play_beside(stage, base, dict(zip(work.arms, arms, strict=True)))
     return UnequalCell(
         cell=work.cell,
         seed=work.seed,
         speeds=work.speeds,
         sessions=stage.sessions,
-        turns=session_of.size,
-        base=base.figures,
-        arms={name: arm.figures for name, arm in arms.items()},
-        ratios={name: ratios_of(arm, base, session_of, stage.seed) for name, arm in arms.items()},
+        **played._asdict(),
     )
 
 
 def table_of(cells: Sequence[UnequalCell]) -> list[str]:
-    """A Markdown table, a row for each speeds and arm: geometric means over the cells.
-
-    ``better`` and ``worse`` count figures whose interval excludes 1 on that side by more than 3 %.
-    """
-    lines = [
-        f"| speeds | policy | runs | {' | '.join(METRICS)} | better | worse |",
-        f"| --- | --- | ---: |{' ---: |' * len(METRICS)} ---: | ---: |",
-    ]
+    """A Markdown table, a row for each speeds and arm (`bench.cells.arms.ratios_table`)."""
     rows: dict[tuple[str, str], list[PlacementRatios]] = defaultdict(list)
     for cell in cells:
         for arm, ratios in cell.ratios.items():
-            rows[cell.speeds, arm].append(ratios)
-    for (speeds, arm), found in rows.items():
-        better, worse = beyond(found)
-        lines.append(f"| {speeds} | `{arm}` | {len(found)} | {means_of(found)} | {better} | {worse} |")
-    return lines
+            rows[cell.speeds, f"`{arm}`"].append(ratios)
+    return ratios_table(("speeds", "policy"), rows.items())
