@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from functools import partial
@@ -150,9 +151,27 @@ def test_an_instance_page_shows_its_row(proxy: LiveProxy, open_page: OpenPage) -
     expect(page.locator('[data-fact="URL"] dd')).to_have_text(row["url"])
     assert fact(page, "Models") == ", ".join(row["models"])
     assert fact(page, "Breaker").startswith("closed")
-    # On a busy machine one of equal engines may look slow.
-    assert fact(page, "Prefill time").endswith(("as elsewhere", " times that of the middle instance"))
     expect(page.locator("#page-instance tbody tr").first).to_be_visible()
+
+
+@pytest.mark.parametrize(
+    ("slowness", "text"), [(None, "as elsewhere"), (1.7, "1.70 times that of the middle instance")]
+)
+def test_an_instance_page_says_how_slow_it_is(
+    proxy: LiveProxy, open_page: OpenPage, slowness: float | None, text: str
+) -> None:
+    """By a feed with a given slowness: on a busy machine one of equal engines may look slow, or none."""
+    with proxy.client.stream("GET", "/ui/feed") as feed:
+        state = json.loads(next(line for line in feed.iter_lines() if line.startswith("data: ")).removeprefix("data: "))
+    for row in state["instances"]:
+        assert "slowness" in row
+        row["slowness"] = slowness
+    body = f"event: start\ndata: {json.dumps(state)}\n\n"
+    page = open_page("#/fleet")
+    page.route("**/ui/feed", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+    page.reload()
+    page.locator('[data-instance="engine-2"]').click()
+    expect(page.locator('[data-fact="Prefill time"] dd')).to_have_text(text)
 
 
 def test_conditions_are_those_of_the_readiness_endpoint(proxy: LiveProxy, open_page: OpenPage) -> None:
