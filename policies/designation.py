@@ -35,6 +35,6 @@ def designate(
         remote, used = accounts.remote, specialists.contexts.working_set_tokens(accounts.active_tokens, now_s)
         used += remote.active_tokens + remote.kept_tokens
         pools = specialists.pools(views, now_s, heavy=heavy)
-        lost_share = accounts.lost_share(len(pools), now_s) + remote.lost_share
+        lost_share = accounts.losses.share(len(pools), now_s) + remote.lost_share(len(pools))
         load = FleetLoad.of(pools, specialists.share(now_s), used, lost_share)
         specialists.update(views, load, now_s, heavy=heavy)

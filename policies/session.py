@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 from policies.admission.base import MAX_HOLD_S, NO_INSTANCES, AdmissionRule, Admit
-from policies.admission.gate import AdmissionGate, Held
+from policies.admission.gate import AdmissionGate
+from policies.admission.line import Held
 from policies.admission.never_hold import NeverHold
 from policies.classes import ClassThresholds
 from policies.decide import decide
@@ -120,16 +121,21 @@ class RoutingSession:
         self.on_decided: Callable[[RequestView, FleetSnapshot, Decision], None] | None = None
         """Called with every decision and its snapshot after it was counted; None: by nobody."""
 
-    def offer(self, request: RequestView, instances: Collection[str], now_s: float) -> Admit | Held:
+    def offer(
+        self, request: RequestView, instances: Collection[str], now_s: float, model: str | None = None
+    ) -> Admit | Held:
         """Decide whether a new request is routed now; a ``Held`` one waits until ``admitted`` returns it.
 
         Args:
-            instances: those that may serve it.
+            request: the request.
+            instances: those that may decode, whatever the model.
+            now_s: monotonic or virtual time.
+            model: asked for, by which the gate knows its part of the fleet; None: not known.
         """
         gate = self.gate
         if gate.never_holds:
             return gate.sent_at_once
-        return gate.offer(request, self.state.room(instances), now_s)
+        return gate.offer(request, self.state.room(instances), now_s, model)
 
     def admitted(self, instances: Collection[str], now_s: float, stuck: Collection[Held] = frozenset()) -> Held | None:
         """A held request that is to be routed now; call again until None, since each one that is routed takes room.

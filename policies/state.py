@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection
 from math import inf
 
 from policies.admission.accounts import TURNS_PER_INSTANCE, SessionAccounts
-from policies.admission.gate import Room
 from policies.admission.residency import Residency
+from policies.admission.room import Room
 from policies.admission.turns import Turn
 from policies.costs.book import CostBook, Workload
 from policies.costs.order import PrefillOrder

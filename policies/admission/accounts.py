@@ -101,16 +101,11 @@ class SessionAccounts:
         return self._return_share
 
     @property
-    def lost_tokens(self) -> int:
-        """Tokens recomputed that the fleet had computed for the same session and evicted since."""
-        self.settle()
-        return self._losses.tokens
-
-    def lost_share(self, instances: int, now_s: float) -> float:
-        """Share of the time of ``instances`` that recomputing what was evicted took (`policies.admission.losses`)."""
+    def losses(self) -> Losses:
+        """What the fleet recomputes because it was evicted."""
         if self._waiting:
             self.settle()
-        return self._losses.share(instances, now_s)
+        return self._losses
 
     def defer(self, deferred: bool) -> None:
         """``deferred``: nothing reads the accounts for every request, so turns are counted in batches."""
@@ -138,6 +133,7 @@ class SessionAccounts:
         """Its sessions are on none of the fleet's until their next request."""
         self.settle()
         self.homes.remove(instance)
+        self._losses.forget(instance)
         self.instances = max(1, len(self.homes.by_name))
 
     def sent(
@@ -225,10 +221,12 @@ class SessionAccounts:
         if len(self._past) > self._capacity:
             self._past.popitem(last=False)
 
-    def set_remote(self, contexts: Collection[Mapping[str, Contexts]], lost_share: float, held: int) -> None:
+    def set_remote(
+        self, contexts: Collection[Mapping[str, Contexts]], lost_shares: Mapping[str, float], held: int
+    ) -> None:
         """Replace what other replicas report: each one's contexts by instance, the sums of the rest."""
         self.homes.set_elsewhere(contexts)
-        self.remote = RemoteContexts(*self.homes.sums_elsewhere(), lost_share, held)
+        self.remote = RemoteContexts(*self.homes.sums_elsewhere(), lost_shares, held)
 
     def restarted(self, instance: str) -> None:
         """The instance has lost its contexts: keep its sessions no longer. O(kept sessions)."""
@@ -348,7 +346,7 @@ class SessionAccounts:
         turn.before_tokens = before_tokens = account.computed_before(request) if request.session_id else 0
         if before_tokens > turn.cached_tokens:
             held_tokens = max(turn.cached_tokens, turn.elsewhere_tokens)
-            self._losses.sent(turn.model, tokens, before_tokens, held_tokens, now_s)
+            self._losses.sent(turn.instance, turn.model, tokens, before_tokens, held_tokens, now_s)
 
     def _count_end(self, turn: Turn, now_s: float | None, cached_tokens: int | None, model: PrefillModel) -> None:
         account, request = turn.account, turn.request
@@ -359,7 +357,8 @@ class SessionAccounts:
             losses = self._losses
             if before_tokens > cached_tokens or cached_tokens != predicted or not losses.reports_cached:
                 others = turn.elsewhere_tokens
-                losses.reported(model, request.prompt_tokens, before_tokens, predicted, cached_tokens, now_s, others)
+                prompt = request.prompt_tokens
+                losses.reported(turn.instance, model, prompt, before_tokens, predicted, cached_tokens, now_s, others)
         account.in_flight -= 1
         if account.in_flight:
             return

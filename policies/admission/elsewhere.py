@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from policies.admission.base import AdmissionView, Admit, Hold, InstanceUse, SessionView
+from policies.admission.room import Part, Parts
 from policies.types import RequestView
 
 AGING_S = 30.0
@@ -27,6 +28,8 @@ class HeldElsewhere(NamedTuple):
     kept: bool = False
     """Its session is kept (`policies.admission.base.SessionView`)."""
     tenant: str = ""
+    model: str | None = None
+    """Model that it asks for; None: not known."""
 
 
 def rank(tokens: int, waited_s: float) -> float:
@@ -52,6 +55,15 @@ class LineElsewhere:
         """A copy, for looks that must not change when requests could be sent."""
         made = LineElsewhere()
         made._line, made._could_be_sent = self._line, dict(self._could_be_sent)
+        return made
+
+    def within(self, part: Part, parts: Parts) -> LineElsewhere:
+        """Those for models of a part; with the times since which they could have been sent, not a copy of them."""
+        if part is None:
+            return self
+        made = LineElsewhere()
+        made._line = tuple([held for held in self._line if parts.of(held.model) is part])
+        made._could_be_sent = self._could_be_sent
         return made
 
     def replace(self, line: Iterable[HeldElsewhere]) -> None:

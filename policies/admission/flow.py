@@ -13,16 +13,11 @@ LEAST_WINDOW_S = 15.0
 class AdmittedFlow:
     """Tokens admitted while requests were held."""
 
-    def __init__(self) -> None:
+    def __init__(self, since_s: float) -> None:
+        """``since_s``: the time since which requests are held."""
         self._admitted: deque[tuple[float, int]] = deque()
         self._tokens = 0
-        self._since_s = 0.0
-
-    def begin(self, now_s: float) -> None:
-        """The first request is held: forget what was admitted before."""
-        self._since_s = now_s
-        self._admitted.clear()
-        self._tokens = 0
+        self._since_s = since_s
 
     def add(self, tokens: int, now_s: float) -> None:
         """A request of so many tokens is admitted."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from policies.admission.base import InstanceUse
@@ -19,10 +20,27 @@ class RemoteContexts(NamedTuple):
     active_tokens: int = 0
     kept_sessions: int = 0
     kept_tokens: int = 0
-    lost_share: float = 0.0
-    """Share of the fleet's time that recomputing evicted contexts of their sessions took."""
+    lost_shares: Mapping[str, float] = MappingProxyType({})
+    """Share of each instance's time that recomputing evicted contexts of their sessions took."""
     held: int = 0
     """Requests that their admission rules hold."""
+
+    def beside(self, contexts: Contexts) -> Contexts:
+        """Own contexts and theirs."""
+        active_sessions, active, kept_sessions, kept = contexts
+        return (
+            self.active_sessions + active_sessions,
+            self.active_tokens + active,
+            self.kept_sessions + kept_sessions,
+            self.kept_tokens + kept,
+        )
+
+    def lost_share(self, instances: int, among: Collection[str] | None = None) -> float:
+        """Share of the time of ``instances`` that was lost on those ``among`` them; None: on all."""
+        if not self.lost_shares or not instances:
+            return 0.0
+        lost = self.lost_shares
+        return sum(lost.values() if among is None else [lost.get(name, 0.0) for name in among]) / instances
 
 
 class Home:
@@ -109,3 +127,12 @@ class Homes:
                 kept_sessions, kept = kept_sessions + more[2], kept + more[3]
             uses.append(new(InstanceUse, (name, pool, active_sessions, active, kept_sessions, kept, prefilling)))
         return tuple(uses)
+
+
+def sums_of(uses: Iterable[InstanceUse]) -> Contexts:
+    """Contexts on all of these instances."""
+    active_sessions = active = kept_sessions = kept = 0
+    for use in uses:
+        active_sessions, active = active_sessions + use.active_sessions, active + use.active_tokens
+        kept_sessions, kept = kept_sessions + use.kept_sessions, kept + use.kept_tokens
+    return active_sessions, active, kept_sessions, kept

@@ -5,7 +5,9 @@ A prefix that another instance still holds was not evicted: its session moved, w
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from math import exp2, log
+from typing import NamedTuple
 
 from policies.costs.formulas import PrefillModel
 
@@ -14,29 +16,56 @@ HALF_LIFE_S = 30.0
 _LOG_2 = log(2.0)
 
 
+class _Lost(NamedTuple):
+    """Time lost until ``at_s``, weighted."""
+
+    seconds: float = 0.0
+    at_s: float = 0.0
+
+    def by(self, now_s: float) -> float:
+        return self.seconds * exp2(min(self.at_s - now_s, 0.0) / HALF_LIFE_S) if self.seconds else 0.0
+
+    def plus(self, seconds: float, now_s: float) -> _Lost:
+        return _Lost(max(0.0, self.by(now_s) + seconds), max(now_s, self.at_s))
+
+
+_NOTHING = _Lost()
+
+
 class Losses:
     """Tokens recomputed, and their time with the latest counting most. Single writer, O(1) per call."""
 
     def __init__(self) -> None:
         self.tokens = 0
         """Tokens recomputed that the fleet had computed for the same session and evicted since."""
-        self._lost_s = 0.0
-        self._lost_at_s = 0.0
+        self._all = _NOTHING
+        self._each: dict[str, _Lost] = {}
+        """By the instance that recomputed."""
         self.reports_cached = False
         """An engine has reported cached tokens: where none does, 0 may mean that it cannot."""
 
-    def sent(self, model: PrefillModel, prompt_tokens: int, before_tokens: int, held_tokens: int, now_s: float) -> None:
+    def sent(
+        self,
+        instance: str,
+        model: PrefillModel,
+        prompt_tokens: int,
+        before_tokens: int,
+        held_tokens: int,
+        now_s: float,
+    ) -> None:
         """Count what of a prompt the fleet had computed and evicted, as predicted.
 
         Args:
+            instance: computes the prompt.
             before_tokens: computed by the fleet for this session before.
             held_tokens: the most predicted to be cached on an instance, be it the one that computes the prompt or not.
         """
         if before_tokens > held_tokens:
-            self._count(model, prompt_tokens, before_tokens, held_tokens, 1, now_s)
+            self._count(instance, model, prompt_tokens, before_tokens, held_tokens, 1, now_s)
 
     def reported(
         self,
+        instance: str,
         model: PrefillModel,
         prompt_tokens: int,
         before_tokens: int,
@@ -51,6 +80,7 @@ class Losses:
         reported cached tokens, 0 may mean that it reports none, and corrects nothing.
 
         Args:
+            instance: computed the prompt.
             predicted_tokens: predicted to be cached on the instance that computed the prompt.
             cached_tokens: cached there, as its engine reported.
             elsewhere_tokens: the most predicted to be cached on another instance; no report corrects them.
@@ -66,21 +96,35 @@ class Losses:
         if held_tokens == predicted_tokens:
             return
         if before_tokens > predicted_tokens:
-            self._count(model, prompt_tokens, before_tokens, predicted_tokens, -1, now_s)
+            self._count(instance, model, prompt_tokens, before_tokens, predicted_tokens, -1, now_s)
         if before_tokens > held_tokens:
-            self._count(model, prompt_tokens, before_tokens, held_tokens, 1, now_s)
+            self._count(instance, model, prompt_tokens, before_tokens, held_tokens, 1, now_s)
 
-    def share(self, instances: int, now_s: float) -> float:
-        """Share of the time of ``instances`` that recomputing took, weighted by 2 ** (-age / HALF_LIFE_S)."""
-        if not self._lost_s or not instances:
+    def share(self, instances: int, now_s: float, among: Collection[str] | None = None) -> float:
+        """Share of the time of ``instances`` that recomputing took, weighted by 2 ** (-age / HALF_LIFE_S).
+
+        ``among``: only what these instances recomputed; None: all.
+        """
+        if not self._all.seconds or not instances:
             return 0.0
-        return self._decayed(now_s) * _LOG_2 / (HALF_LIFE_S * instances)
+        if among is None:
+            lost_s = self._all.by(now_s)
+        else:
+            lost_s = sum([self._each.get(name, _NOTHING).by(now_s) for name in among])
+        return lost_s * _LOG_2 / (HALF_LIFE_S * instances)
 
-    def _count(self, model: PrefillModel, prompt_tokens: int, before: int, held: int, sign: int, now_s: float) -> None:
+    def shares(self, now_s: float) -> dict[str, float]:
+        """Share of its own time that each instance lost."""
+        return {name: lost.by(now_s) * _LOG_2 / HALF_LIFE_S for name, lost in self._each.items()}
+
+    def forget(self, instance: str) -> None:
+        """The instance has left the fleet."""
+        self._each.pop(instance, None)
+
+    def _count(
+        self, instance: str, model: PrefillModel, prompt_tokens: int, before: int, held: int, sign: int, now_s: float
+    ) -> None:
         seconds = model.seconds(prompt_tokens - held, held) - model.seconds(prompt_tokens - before, before)
         if seconds > 0.0:
-            self._lost_s = max(0.0, self._decayed(now_s) + sign * seconds)
-            self._lost_at_s = max(now_s, self._lost_at_s)
-
-    def _decayed(self, now_s: float) -> float:
-        return self._lost_s * exp2(min(self._lost_at_s - now_s, 0.0) / HALF_LIFE_S) if self._lost_s else 0.0
+            self._all = self._all.plus(sign * seconds, now_s)
+            self._each[instance] = self._each.get(instance, _NOTHING).plus(sign * seconds, now_s)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
+from functools import cached_property
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import msgspec
+
+from policies.admission.room import Parts
 
 _NOBODY: frozenset[str] = frozenset()
 _LENGTH = itemgetter(0)
@@ -77,6 +80,8 @@ class ServedModels:
         self._lengths = {name: models.lengths for name, models in self._lists.items()}
         self._shorter: dict[str, list[tuple[int, frozenset[str]]]] = {}
         self._longest: dict[str, int | None] = {}
+        self.listed: Set[str] = self._lists.keys()
+        """Instances that have listed their models."""
         self._complete = len(self._lists) == len(lists)
         base = self.names - self._adapters
         self.sole_model = next(iter(base)) if len(base) == 1 else None
@@ -98,6 +103,11 @@ class ServedModels:
             if model in self.names:  # a name that a client made up is not kept
                 self._lacking[model] = found
         return found
+
+    @cached_property
+    def parts(self) -> Parts:
+        """Parts of the fleet that have no model in common, of those that list their models."""
+        return Parts({name: models.names for name, models in self._lists.items()})
 
     def longest(self, model: str) -> int | None:
         """The longest context in tokens that an instance accepts; None: one that may serve the model reports none.

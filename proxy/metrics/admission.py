@@ -54,7 +54,7 @@ class AdmissionMetrics(Collector):
         yield CounterMetricFamily(
             "warmroute_lost_tokens",
             "Tokens recomputed that the fleet had computed and no instance holds any more",
-            accounts.lost_tokens,
+            accounts.losses.tokens,
         )
 
     def _ended(self, end: HoldEnd, seconds: float) -> None:

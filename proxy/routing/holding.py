@@ -16,7 +16,9 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from policies.admission.base import NO_INSTANCES, AdmissionReason, Admit, Hold
-from policies.admission.gate import LOOK_S, Held
+from policies.admission.gate import LOOK_S
+from policies.admission.line import Held
+from policies.admission.room import ONE_PART
 from policies.registry import parameters
 from policies.row import Row
 from policies.types import RequestView
@@ -106,16 +108,14 @@ class HoldingLine:
         if self._gate.never_holds:
             row.admission = AdmissionReason.NEVER_HOLDS
             if self._gate.on_offer is not None:
-                room = self._router.state.room(self._instances.decoders())
-                self._gate.observe_offer(request, room, time.monotonic())
+                room = self._router.state.room(self._decoders())
+                self._gate.observe_offer(request, room, time.monotonic(), seat.model)
             return None
-        # Pools of the whole fleet, as contexts are: against the pools of one model, contexts of another would hold
-        # its requests although they take no room there.
-        decoders = self._instances.decoders()
+        decoders = self._decoders()
         lacking = self._instances.served.lacking(seat.model) if seat.model is not None else NO_INSTANCES
         if decoders <= lacking:
             return None  # routing rejects it
-        answer = self._router.routing.offer(request, decoders, time.monotonic())
+        answer = self._router.routing.offer(request, decoders, time.monotonic(), seat.model)
         if isinstance(answer, Admit):
             row.admission, seat.room_on = answer.reason, answer.instances
             return None
@@ -137,9 +137,9 @@ class HoldingLine:
         loop, rest_s = asyncio.get_running_loop(), self._rests_until_s - time.monotonic()
         self._look_handle = loop.call_soon(self._look) if rest_s <= 0 else loop.call_later(rest_s, self._look)
 
-    def answer(self, request: RequestView) -> Admit | Hold:
-        """The answer that a request would get now; nothing is counted."""
-        return self._router.would_admit(request, self._instances.decoders())
+    def answer(self, request: RequestView, model: str | None) -> Admit | Hold:
+        """The answer that a request for a model (None: not known) would get now; nothing is counted."""
+        return self._router.would_admit(request, self._decoders(), model)
 
     def explained(self, answer: Admit | Hold) -> dict[str, Any]:
         """An answer of ``answer``, JSON-ready."""
@@ -149,7 +149,7 @@ class HoldingLine:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready: the rule, and the first held requests in the order of the line."""
-        now_s, decoders = time.monotonic(), self._instances.decoders()
+        now_s, decoders = time.monotonic(), self._decoders()
         return {
             "rule": self._gate.rule.name,
             "held": len(self),
@@ -184,7 +184,7 @@ class HoldingLine:
 
     def lost_share(self) -> float:
         """Share of those instances' time that recomputing lost prefixes takes, lately."""
-        return self._router.state.accounts.lost_share(len(self._instances.decoders()), time.monotonic())
+        return self._router.state.accounts.losses.share(len(self._instances.decoders()), time.monotonic())
 
     def close(self) -> None:
         """Stop looking; what is still held is cancelled."""
@@ -241,7 +241,7 @@ class HoldingLine:
 
     def _send_admitted(self, now_s: float) -> bool:
         """Send until the rule holds the rest, there is no room, or the time is over; False in the last case."""
-        decoders, full = self._instances.decoders(), self._admission.queued_models()
+        decoders, full = self._decoders(), self._admission.queued_models()
         full.update(
             model for model in {each.seat.model for each in self._waiters.values()} if not self._may_decode(model)
         )
@@ -283,6 +283,13 @@ class HoldingLine:
         else:
             waiter.sent.set_result(admitted.reason)
         return room
+
+    def _decoders(self) -> set[str]:
+        """Names of the instances that may decode, whatever the model; the gate learns which of them belong together."""
+        decoders, served = self._instances.decoders(), self._instances.served
+        # An instance whose models are not known may serve any: then nothing is apart.
+        self._gate.parts = served.parts if decoders <= served.listed else ONE_PART
+        return decoders
 
     def _may_decode(self, model: str | None) -> bool:
         return not self._instances.healthy(model) <= self._router.state.producers

@@ -111,7 +111,7 @@ class Router:
             admission=admission_rule(settings.admission.name, settings.admission.params),
             max_hold_s=settings.admission.max_hold_s,
         )
-        self.routing.gate.on_failure = self._rule_failed
+        self.routing.gate.guard.on_failure = self._rule_failed
         for instance in settings.instances:
             self.register(instance)
 
@@ -231,14 +231,14 @@ class Router:
         policies = self.known_policies | {self.policy.name: self.policy}
         return self.routing.explain(request, policies, decoders, producers, time.monotonic(), room_on)
 
-    def would_admit(self, request: RequestView, decoders: Collection[str]) -> Admit | Hold:
+    def would_admit(self, request: RequestView, decoders: Collection[str], model: str | None) -> Admit | Hold:
         """The admission rule's answer to a new request; nothing is counted, not even a failure of the rule."""
         gate, state = self.routing.gate, self.state
-        gate.on_failure = _ignore_failure
+        gate.guard.on_failure = _ignore_failure
         try:
-            return gate.answer(request, state.room(decoders), time.monotonic())
+            return gate.answer(request, state.room(decoders), time.monotonic(), model)
         finally:
-            gate.on_failure = self._rule_failed
+            gate.guard.on_failure = self._rule_failed
 
     def switch_admission(self, name: str | None, params: Mapping[str, Any], max_hold_s: float | None) -> None:
         """Switch the admission rule or its bound, also for held requests; None: as it is. Raises ValueError."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,7 +33,7 @@ class Other:
     keys: dict[str, KeyReport] = field(default_factory=dict)
     open: frozenset[str] = frozenset()
     contexts: dict[str, Contexts] = field(default_factory=dict)
-    lost_share: float = 0.0
+    lost_shares: dict[str, float] = field(default_factory=dict)
     held: int = 0
     line: tuple[HeldElsewhere, ...] = ()
 
@@ -111,9 +112,9 @@ class Others:
         other.heard_s = now_s
         self._take_loads(other, message.loads, message.full, now_s)
         self._take_keys(other, message.keys, message.full, now_s)
-        now = (message.contexts, message.lost_share, message.held)
-        if now != (other.contexts, other.lost_share, other.held):
-            other.contexts, other.lost_share, other.held = now
+        now = (message.contexts, message.lost_shares, message.held)
+        if now != (other.contexts, other.lost_shares, other.held):
+            other.contexts, other.lost_shares, other.held = now
             self._sum_contexts()
         if message.line or other.line:
             other.line = tuple(_held(message.replica, report, now_s) for report in message.line)
@@ -206,9 +207,12 @@ class Others:
 
     def _sum_contexts(self) -> None:
         others = self._known.values()
+        lost = Counter[str]()
+        for each in others:
+            lost.update(each.lost_shares)
         self._state.accounts.set_remote(
             [each.contexts for each in others],
-            sum(each.lost_share for each in others),
+            lost,
             sum(each.held for each in others),
         )
 
@@ -240,7 +244,7 @@ def _account(report: LoadReport, now_s: float) -> Account:
 
 def _held(replica: str, report: HeldReport, now_s: float) -> HeldElsewhere:
     since_s = now_s - report.waited_s
-    return HeldElsewhere(replica, report.number, report.tokens, since_s, report.kept, report.tenant)
+    return HeldElsewhere(replica, report.number, report.tokens, since_s, report.kept, report.tenant, report.model)
 
 
 def _ignore() -> None:

@@ -34,6 +34,7 @@ class _HeldRow(NamedTuple):
     since_s: float
     kept: bool
     tenant: str
+    model: str | None
 
 
 class _Small(NamedTuple):
@@ -41,7 +42,7 @@ class _Small(NamedTuple):
 
     open: tuple[str, ...]
     contexts: dict[str, Contexts]
-    lost_share: float
+    lost_shares: dict[str, float]
     held: int
     line: tuple[_HeldRow, ...]
 
@@ -73,7 +74,7 @@ class OwnState:
         self._responses = responses
         self._loads: dict[str, _Load] = {}
         self._quotas: dict[str, tuple[Quota, int]] = {}
-        self._small = _Small((), {}, 0.0, 0, ())
+        self._small = _Small((), {}, {}, 0, ())
 
     def begin(self) -> None:
         """Announce all sessions again, to a store that may have lost them; a full message must follow."""
@@ -114,10 +115,10 @@ class OwnState:
             drains=drains,
             open=small.open,
             contexts=small.contexts,
-            lost_share=small.lost_share,
+            lost_shares=small.lost_shares,
             held=small.held,
             line=tuple(
-                HeldReport(row.number, row.tokens, max(0.0, now_s - row.since_s), row.kept, row.tenant)
+                HeldReport(row.number, row.tokens, max(0.0, now_s - row.since_s), row.kept, row.tenant, row.model)
                 for row in small.line
             ),
             pins=pins,
@@ -164,11 +165,13 @@ class OwnState:
         return _Small(
             tuple(each.name for each in self._instances if each.breaker.state is BreakerState.OPEN),
             accounts.homes.contexts(),
-            # It decays all the time, which alone is no news.
-            round(accounts.lost_share(len(self._instances), now_s), 2),
+            # They decay all the time, which alone is no news.
+            {name: share for name, lost in accounts.losses.shares(now_s).items() if (share := round(lost, 2))},
             len(self._gate),
             tuple(
-                _HeldRow(held.number, held.request.prompt_tokens, held.since_s, kept, held.request.tenant.name)
+                _HeldRow(
+                    held.number, held.request.prompt_tokens, held.since_s, kept, held.request.tenant.name, held.model
+                )
                 for held, kept in (self._gate.first(_FIRST_HELD, now_s) if self._gate else ())
             ),
         )

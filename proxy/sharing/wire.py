@@ -77,6 +77,7 @@ class HeldReport(msgspec.Struct, array_like=True, frozen=True):
     """When the message was sent."""
     kept: bool = False
     tenant: str = ""
+    model: str | None = None
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -95,8 +96,8 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     """Instances whose breaker is open; in every message."""
     contexts: dict[str, Contexts] = {}
     """Of the working set by instance, in every message."""
-    lost_share: float = 0.0
-    """Share of the fleet's time that recomputation took, in every message."""
+    lost_shares: dict[str, float] = {}
+    """Share of each instance's time that recomputation took, in every message."""
     held: int = 0
     """Requests that the admission rule holds, in every message."""
     line: tuple[HeldReport, ...] = ()

@@ -8,7 +8,8 @@ from array import array
 from collections.abc import Callable
 
 from policies.admission.base import Admit
-from policies.admission.gate import LOOK_S, Held
+from policies.admission.gate import LOOK_S
+from policies.admission.line import Held
 from policies.types import OffloadReason, RequestView
 from replayer.traces.trace import TraceRequest
 from sim.core.sequence import KvTransfer, keyed_request

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from policies.admission.base import AdmissionRule, Admit
-from policies.admission.gate import Held
+from policies.admission.line import Held
 from policies.costs.book import CostBook
 from policies.ledger import Ledger
 from policies.offload.base import OffloadPlanner

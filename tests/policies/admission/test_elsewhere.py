@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from policies.admission.base import AdmissionReason, AdmissionView, Admit, Hold, InstanceUse, SessionView
 from policies.admission.elsewhere import AGING_S, YIELD_S, HeldElsewhere, LineElsewhere, RoomElsewhere, rank
-from policies.admission.gate import Room
+from policies.admission.room import Room
 from policies.types import RequestView
 from tests.policies.admission.test_gate import POOL, Line
 

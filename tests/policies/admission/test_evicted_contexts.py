@@ -46,14 +46,14 @@ def run(
 
 def lost(state: FleetState) -> tuple[float, int]:
     """Share of the time and tokens."""
-    return state.accounts.lost_share(len(state.instances), NOW_S), state.accounts.lost_tokens
+    return state.accounts.losses.share(len(state.instances), NOW_S), state.accounts.losses.tokens
 
 
 def seconds_share(state: FleetState, prompt_tokens: int, before_tokens: int, held_tokens: int) -> float:
     """Share that a fleet has which has recomputed this once."""
     other = FleetState()
-    other.accounts._losses.sent(state.costs.prefill, prompt_tokens, before_tokens, held_tokens, NOW_S)
-    return other.accounts.lost_share(len(state.instances), NOW_S)
+    other.accounts._losses.sent("a", state.costs.prefill, prompt_tokens, before_tokens, held_tokens, NOW_S)
+    return other.accounts.losses.share(len(state.instances), NOW_S)
 
 
 def test_a_session_that_moves_between_instances_which_keep_its_blocks_loses_nothing() -> None:

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from policies.admission.base import AdmissionReason, AdmissionView, Admit, Hold, SessionView
 from policies.admission.elsewhere import AGING_S
-from policies.admission.gate import AdmissionGate, Held, Room
+from policies.admission.gate import AdmissionGate
+from policies.admission.line import Held
+from policies.admission.room import Room
 from policies.admission.session_cap import SessionCap
 from policies.types import RequestView
 from tests.policies.admission.sessions import Sessions

@@ -18,7 +18,7 @@ from policies.admission.base import (
     SessionView,
     checked_answer,
 )
-from policies.admission.gate import Held
+from policies.admission.line import Held
 from policies.classes import ClassThresholds
 from policies.offload.never import Never
 from policies.registry import make_routing

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from policies.admission.accounts import SessionAccounts
 from policies.admission.base import AdmissionReason, AdmissionRule, AdmissionView, Admit, Hold, InstanceUse, SessionView
-from policies.admission.gate import AdmissionGate, Held, Room
+from policies.admission.gate import AdmissionGate
+from policies.admission.line import Held
 from policies.admission.residency import Residency
+from policies.admission.room import Room
 from policies.admission.session_cap import SessionCap
 from policies.admission.working_set import WorkingSet
 from policies.state import Commitment, FleetState
@@ -196,7 +198,7 @@ def test_a_rule_without_a_usable_bound_is_asked_about_every_request(answer: obje
     Misleading.answers = [answer] * 4
     gate = AdmissionGate(Misleading(), SessionAccounts())
     failures: list[PolicyFailure] = []
-    gate.on_failure = failures.append
+    gate.guard.on_failure = failures.append
     held = gate.offer(RequestView("r-1", 9_900), Room(10_000, 1), 0.0)
     assert gate.examine(Room(10_000, 1), 1.0) is held
     assert bool(failures) is not isinstance(answer, float)

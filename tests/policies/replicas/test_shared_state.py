@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from policies.admission.base import AdmissionReason, Admit
-from policies.admission.gate import AdmissionGate, Held, Room
+from policies.admission.gate import AdmissionGate
+from policies.admission.line import Held
+from policies.admission.room import Room
 from policies.admission.working_set import WorkingSet
 from policies.ledger import Account, Ledger
 from policies.replicas.shared_sessions import Context, SharedSessions
@@ -135,9 +137,9 @@ def ask_of(session_id: str, tokens: int) -> RequestView:
 def test_contexts_of_other_replicas_take_room_in_the_working_set() -> None:
     state = state_of()
     gate = AdmissionGate(WorkingSet(), state.accounts)
-    state.accounts.set_remote([{"inst-0": (2, 4_800, 0, 0)}, {"inst-1": (1, 4_700, 0, 0)}], 0.0, 0)
+    state.accounts.set_remote([{"inst-0": (2, 4_800, 0, 0)}, {"inst-1": (1, 4_700, 0, 0)}], {}, 0)
     assert isinstance(gate.offer(ask_of("new", 1_000), BUSY, 1.0), Held)
-    state.accounts.set_remote([], 0.0, 0)
+    state.accounts.set_remote([], {}, 0)
     assert isinstance(gate.offer(ask_of("other", 1_000), IDLE, 1.0), Admit)
 
 
@@ -145,7 +147,7 @@ def test_a_session_that_another_replica_keeps_returns_as_a_kept_one() -> None:
     state = state_of()
     gate = AdmissionGate(WorkingSet(), state.accounts)
     state.pinned_elsewhere("s", "inst-1", 1_000, 1.0)
-    state.accounts.set_remote([{"inst-1": (0, 0, 1, 1_000)}], 0.0, 0)
+    state.accounts.set_remote([{"inst-1": (0, 0, 1, 1_000)}], {}, 0)
     answer = gate.offer(ask_of("s", 1_100), BUSY, 3.0)
     assert answer == Admit(AdmissionReason.RESIDENT)
 
@@ -164,7 +166,7 @@ def test_a_new_session_does_not_pass_those_that_another_replica_holds() -> None:
     state = state_of()
     gate = AdmissionGate(WorkingSet(), state.accounts)
     contexts = {"inst-0": (1, 1_500, 2, 2_500), "inst-1": (1, 1_500, 2, 2_500)}
-    state.accounts.set_remote([contexts], 0.0, 0)
+    state.accounts.set_remote([contexts], {}, 0)
     assert isinstance(gate.offer(ask_of("a", 1_000), BUSY, 1.0), Admit), "nothing is lost and nobody waits"
-    state.accounts.set_remote([contexts], 0.0, 1)
+    state.accounts.set_remote([contexts], {}, 1)
     assert isinstance(gate.offer(ask_of("b", 1_000), BUSY, 1.0), Held)

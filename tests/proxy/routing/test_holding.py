@@ -207,8 +207,8 @@ async def test_while_requests_are_queued_nobody_is_sent_into_the_queue() -> None
 
 async def test_a_queue_for_one_model_does_not_stop_the_line_of_another() -> None:
     line = Line(sessions=1, limits={"max_in_flight_per_instance": 1})
-    for name, model in (("i0", "a"), ("i1", "b")):
-        line.instances.listed(name, ModelList(names=frozenset({model})))
+    for name, model in (("i0", "a"), ("i1", "b")):  # one part of the fleet, for the model of both
+        line.instances.listed(name, ModelList(names=frozenset({model, "both"})))
     first = line.start(0, "s0", "a")
     await turns()
     held = [line.start(number, f"s{number}", "a") for number in (1, 2, 3)]
@@ -229,8 +229,8 @@ async def test_a_queue_for_one_model_does_not_stop_the_line_of_another() -> None
 
 async def test_a_request_whose_model_has_no_healthy_instance_stays_in_line() -> None:
     line = Line(sessions=1)
-    for name, model in (("i0", "a"), ("i1", "b")):
-        line.instances.listed(name, ModelList(names=frozenset({model})))
+    for name, model in (("i0", "a"), ("i1", "b")):  # one part of the fleet, for the model of both
+        line.instances.listed(name, ModelList(names=frozenset({model, "both"})))
     first = line.start(0, "s0", "a")
     await turns()
     held = line.start(1, "s1", "b")
@@ -240,6 +240,45 @@ async def test_a_request_whose_model_has_no_healthy_instance_stays_in_line() -> 
     await turns()
     assert (first.running, held.running, len(line.holding)) == (True, False, 1)
     line.instances.probed("i1")
+    await until(lambda: held.running)
+    await end(first, held)
+    assert line.is_empty()
+
+
+async def test_requests_for_one_model_are_not_held_for_those_for_another() -> None:
+    line = Line(sessions=1)
+    for name, model in (("i0", "a"), ("i1", "b")):
+        line.instances.listed(name, ModelList(names=frozenset({model})))
+    first, held, other = line.start(0, "s0", "a"), line.start(1, "s1", "a"), line.start(2, "s2", "b")
+    await turns()
+    assert (first.running, held.running, other.running) == (True, False, True)
+    shown = line.holding.as_dict()["line"]
+    assert [(each["request_id"], each["behind"]) for each in shown] == [("r1", 0)]
+    second = line.start(3, "s3", "b")
+    await turns()
+    other.release()
+    await until(lambda: second.running)
+    assert not held.running, "an end for the other model makes no room"
+    # An instance that serves both models joins the parts: the line is judged as a whole from now on.
+    line.instances.listed("i0", ModelList(names=frozenset({"a", "b"})))
+    first.release()
+    await until(lambda: not first.running)
+    await turns()
+    assert (held.running, second.running) == (False, True)
+    second.release()
+    await until(lambda: held.running)
+    await end(first, held, other, second)
+    assert line.is_empty()
+
+
+async def test_an_instance_of_unknown_models_keeps_the_fleet_whole() -> None:
+    line = Line(sessions=1)
+    line.instances.listed("i0", ModelList(names=frozenset({"a"})))
+    first, held = line.start(0, "s0", "b"), line.start(1, "s1", "a")
+    await turns()
+    assert (first.running, held.running) == (True, False)
+    line.instances.listed("i1", ModelList(names=frozenset({"b"})))
+    line.holding.wake()
     await until(lambda: held.running)
     await end(first, held)
     assert line.is_empty()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from policies.admission.gate import Room
+from policies.admission.room import Room
 from policies.types import RequestView
 from proxy.access.quotas import KeyLimitError
 from proxy.request.parse import Endpoint, Prompt
@@ -218,13 +218,17 @@ def test_a_key_without_limits_is_not_sent() -> None:
 
 def test_the_working_set_is_the_sum_of_the_others() -> None:
     side = Side()
-    side.hears(Message("x", 1, contexts={"a": (1, 100, 2, 200)}, lost_share=0.25, held=2))
-    side.hears(Message("y", 1, contexts={"a": (2, 200, 0, 0), "b": (1, 100, 4, 400)}, lost_share=0.5, held=3))
-    assert side.state.accounts.remote == (4, 400, 6, 600, 0.75, 5)
+    side.hears(Message("x", 1, contexts={"a": (1, 100, 2, 200)}, lost_shares={"a": 0.25}, held=2))
+    side.hears(
+        Message("y", 1, contexts={"a": (2, 200, 0, 0), "b": (1, 100, 4, 400)}, lost_shares={"a": 0.5, "b": 0.1}, held=3)
+    )
+    remote = side.state.accounts.remote
+    assert tuple(remote) == (4, 400, 6, 600, {"a": 0.75, "b": 0.1}, 5)
+    assert (remote.lost_share(2), remote.lost_share(1, {"b"}), remote.lost_share(0)) == (0.425, 0.1, 0.0)
     used = side.state.accounts.homes.uses([("a", 1_000, 0), ("b", 1_000, 0), ("c", 1_000, 0)])
     assert [tuple(each)[2:6] for each in used] == [(3, 300, 2, 200), (1, 100, 4, 400), (0, 0, 0, 0)]
     side.hears(Message("y", 1, gone=True))
-    assert side.state.accounts.remote == (1, 100, 2, 200, 0.25, 2)
+    assert side.state.accounts.remote == (1, 100, 2, 200, {"a": 0.25}, 2)
 
 
 def test_a_response_stored_through_one_replica_is_found_through_another() -> None:

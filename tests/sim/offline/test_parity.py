@@ -9,7 +9,7 @@ import pytest
 
 import proxy.routing.router
 from policies.admission.base import Admit
-from policies.admission.gate import Held
+from policies.admission.line import Held
 from policies.admission.never_hold import NeverHold
 from policies.registry import make_planner, make_routing
 from policies.session import Routed

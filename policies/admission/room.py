@@ -1,0 +1,72 @@
+"""Room for sessions: the instances that can be chosen, and the parts of a fleet that are judged apart."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+Part = frozenset[str] | None
+"""Instances that are judged apart from the others; None: the whole fleet."""
+
+
+class Room(NamedTuple):
+    """The instances that can be chosen, as a whole."""
+
+    pool_tokens: int
+    """Their KV pools; 0: unknown."""
+    instances: int
+    prefilling: int = 0
+    """Requests in flight on them without a first token yet."""
+    each: tuple[tuple[str, int, int], ...] = ()
+    """Name, KV pool (0: unknown) and ``prefilling`` of each."""
+    part: Part = None
+    """Part of the fleet that they are the candidates of."""
+
+    def within(self, part: Part) -> Room:
+        """Those of a part. O(instances)."""
+        if part is None:
+            return self
+        each = tuple([one for one in self.each if one[0] in part])
+        pools = [pool for _, pool, _ in each]
+        return Room(sum(pools) if all(pools) else 0, len(each), sum([waiting for _, _, waiting in each]), each, part)
+
+
+class Parts:
+    """Parts of a fleet whose instances serve no model of another part. Immutable.
+
+    A session's context takes room only on instances that serve its model, so overload of one part is no reason to hold
+    requests for another. Instances with a common model, such as engines with the same base model and different
+    adapters, are one part.
+    """
+
+    def __init__(self, models: Mapping[str, Collection[str]] | None = None) -> None:
+        """``models``: what each instance serves. O(models of all instances)."""
+        first: dict[str, str] = {}
+        """One instance of each model."""
+        next_of: dict[str, str] = {}
+        """Another instance of the same part, closer to its last one."""
+
+        def last(name: str) -> str:
+            while name in next_of:
+                name = next_of[name]
+            return name
+
+        for name, served in (models or {}).items():
+            for model in served:
+                mine, other = last(name), last(first.setdefault(model, name))
+                if mine != other:
+                    next_of[mine] = other
+        groups: dict[str, list[str]] = {}
+        for name in models or {}:
+            groups.setdefault(last(name), []).append(name)
+        self.each = tuple(frozenset(group) for group in groups.values()) if len(groups) > 1 else ()
+        """The parts; empty: the fleet is one."""
+        part_of = {name: part for part in self.each for name in part}
+        self._of_model = {model: part_of[name] for model, name in first.items()} if self.each else {}
+
+    def of(self, model: str | None) -> Part:
+        """Part that serves a model. None, for the whole fleet: there is one part, or the model is not known."""
+        return self._of_model.get(model) if model is not None else None
+
+
+ONE_PART = Parts()

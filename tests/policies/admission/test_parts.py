@@ -1,0 +1,230 @@
+"""Parts of a fleet without a common model: each is judged as if it were a fleet of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies.admission.base import AdmissionReason, AdmissionRule, Admit
+from policies.admission.elsewhere import HeldElsewhere
+from policies.admission.gate import AdmissionGate
+from policies.admission.line import Held
+from policies.admission.room import ONE_PART, Parts
+from policies.admission.session_cap import SessionCap
+from policies.admission.working_set import WorkingSet
+from policies.costs.formulas import PrefillModel
+from policies.state import Commitment, FleetState
+from policies.types import RequestView
+from tests.policies.admission.test_selection import Unbounded
+from tests.policies.builders import decision_for
+
+BLOCK = 16
+POOL_BLOCKS = 60
+INSTANCES = {"a": ("a0", "a1"), "b": ("b0", "b1", "b2")}
+PARTS = Parts({name: [model] for model, names in INSTANCES.items() for name in names})
+
+FLEETS = st.dictionaries(
+    st.sampled_from([f"i{number}" for number in range(8)]), st.frozensets(st.sampled_from("abcdefgh"), max_size=3)
+)
+
+
+@given(FLEETS)
+def test_parts_are_disjoint_and_have_no_model_in_common(fleet: dict[str, frozenset[str]]) -> None:
+    parts = Parts(fleet)
+    if not parts.each:
+        assert all(parts.of(model) is None for model in "abcdefgh")
+        return
+    assert sorted(name for part in parts.each for name in part) == sorted(fleet)
+    served = [frozenset[str]().union(*(fleet[name] for name in part)) for part in parts.each]
+    assert sum(map(len, served)) == len(frozenset[str]().union(*served))
+    for model in "abcdefgh":
+        serving = {name for name, models in fleet.items() if model in models}
+        part = parts.of(model)
+        assert part is None if not serving else serving <= (part or set())
+
+
+@given(FLEETS)
+def test_instances_are_one_part_only_if_models_connect_them(fleet: dict[str, frozenset[str]]) -> None:
+    for part in Parts(fleet).each:
+        reached, models = {min(part)}, set(fleet[min(part)])
+        while more := {name for name in part - reached if fleet[name] & models}:
+            reached |= more
+            models.update(*(fleet[name] for name in more))
+        assert reached == part
+
+
+def test_a_fleet_of_one_model_or_none_is_one_part() -> None:
+    for fleet in ({}, {"a": ["m"]}, {"a": ["m", "n"], "b": ["n"]}):
+        assert Parts(fleet).each == ()
+    assert ONE_PART.of("m") is None
+    assert PARTS.of("c") is None
+    assert PARTS.of(None) is None
+
+
+@dataclass(frozen=True)
+class Step:
+    """A turn of a session for a model, after ``wait_s``; before it, a request for ``ends`` ends."""
+
+    model: str
+    session: int
+    blocks: int
+    wait_s: float
+    ends: str | None
+
+
+class Fleet:
+    """Instances whose turns pass a gate; each turn that is sent is placed by its number among those for its model."""
+
+    def __init__(self, rule: AdmissionRule, instances: Collection[str], parts: Parts = ONE_PART) -> None:
+        self.instances = instances
+        self.state = FleetState()
+        for name in instances:
+            self.state.add_instance(name)
+            self.state.set_capacity(name, POOL_BLOCKS * BLOCK, BLOCK)
+        self.gate = AdmissionGate(rule, self.state.accounts, 40.0)
+        self.gate.parts = parts
+        self.sent: dict[str, list[tuple[str, Admit, float]]] = {model: [] for model in INSTANCES}
+        self.waits: dict[str, list[tuple[str, int, float]]] = {model: [] for model in INSTANCES}
+        self.flying: dict[str, list[Commitment]] = {model: [] for model in INSTANCES}
+        self._turns: dict[str, int] = {}
+
+    def end(self, model: str, now_s: float) -> None:
+        if self.flying[model]:
+            self.flying[model].pop(0).release(now_s)
+
+    def look(self, now_s: float) -> None:
+        while (held := self.gate.examine(self.state.room(self.instances), now_s)) is not None:
+            assert held.admitted is not None
+            self._send(held.request, held.model or "", held.admitted, now_s)
+
+    def arrive(self, step: Step, now_s: float) -> None:
+        session = f"{step.model}{step.session}"
+        turn = self._turns[session] = self._turns.get(session, 0) + 1
+        first = (ord(step.model) * 10 + step.session) * 1_000
+        hashes = tuple(range(first, first + step.blocks))
+        request = RequestView(f"{session}-{turn}", step.blocks * BLOCK, hashes, float(BLOCK), session_id=session)
+        answer = self.gate.offer(request, self.state.room(self.instances), now_s, step.model)
+        if isinstance(answer, Held):
+            self.waits[step.model].append((request.request_id, answer.hold.behind, answer.hold.expected_wait_s))
+        else:
+            self._send(request, step.model, answer, now_s)
+
+    def _send(self, request: RequestView, model: str, admitted: Admit, now_s: float) -> None:
+        self.sent[model].append((request.request_id, admitted, now_s))
+        own = INSTANCES[model]
+        snapshot = self.state.snapshot(request, now_s, own)
+        decision = decision_for(request, own[len(self.sent[model]) % len(own)])
+        self.flying[model].append(self.state.commit(request, snapshot, decision, now_s))
+
+
+# Gaps between turns and the share of turns that are followed are learned of the fleet as a whole, so none is kept here.
+RULES = [
+    WorkingSet(keep_s=0.0),
+    WorkingSet(keep_s=0.0, least_prefilling=0.0, lost_share=0.0),
+    Unbounded(WorkingSet(keep_s=0.0, least_prefilling=0.0, spare_contexts=0.0)),
+    SessionCap(sessions=2, keep_s=0.0),
+]
+STEPS = st.lists(
+    st.builds(
+        Step,
+        model=st.sampled_from("ab"),
+        session=st.integers(0, 7),
+        blocks=st.integers(10, 50),
+        wait_s=st.sampled_from([0.0, 0.5, 1.0, 3.0]),
+        ends=st.sampled_from([None, "a", "b"]),
+    ),
+    min_size=20,
+    max_size=80,
+)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=["default", "often", "unbounded", "cap"])
+@given(STEPS)
+@settings(max_examples=30, deadline=None)
+def test_each_part_is_judged_as_if_it_were_alone(rule: AdmissionRule, steps: list[Step]) -> None:
+    alone = {model: Fleet(rule, names) for model, names in INSTANCES.items()}
+    both = Fleet(rule, [name for names in INSTANCES.values() for name in names], PARTS)
+    now_s = 0.0
+    for step in steps:
+        now_s += step.wait_s
+        for fleet in (both, *alone.values()):
+            if step.ends is not None:
+                fleet.end(step.ends, now_s)
+            fleet.look(now_s)
+        for fleet in (both, alone[step.model]):
+            fleet.arrive(step, now_s)
+    for model, fleet in alone.items():
+        assert both.sent[model] == fleet.sent[model]
+        assert both.waits[model] == fleet.waits[model]
+    assert len(both.gate) == sum(len(fleet.gate) for fleet in alone.values())
+
+
+def test_without_parts_overload_of_one_model_holds_requests_for_another() -> None:
+    """What the rule answers without them; so the test above can fail."""
+    found = []
+    for parts in (ONE_PART, PARTS):
+        fleet = Fleet(SessionCap(sessions=2, keep_s=0.0), ["a0", "a1", "b0", "b1", "b2"], parts)
+        for number, model in enumerate("aaab"):
+            fleet.arrive(Step(model, number, 10, 0.0, None), 0.0)
+        found.append(len(fleet.sent["b"]))
+    assert found == [0, 1]
+
+
+def fleet_with_contexts(rule: AdmissionRule) -> Fleet:
+    """Two sessions that decode on each of the instances of one model and none on those of the other."""
+    fleet = Fleet(rule, ["a0", "a1", "b0", "b1", "b2"], PARTS)
+    for number in range(4):
+        fleet.arrive(Step("a", number, 25, 0.0, None), 0.0)
+        fleet.flying["a"][-1].decode.first_token()
+    assert len(fleet.sent["a"]) == 4
+    return fleet
+
+
+def offer(fleet: Fleet, model: str, blocks: int) -> Admit | Held:
+    request = RequestView(f"new-{model}", blocks * BLOCK, session_id=f"new-{model}")
+    return fleet.gate.offer(request, fleet.state.room(fleet.instances), 1.0, model)
+
+
+def test_requests_that_other_replicas_hold_count_in_their_part_only() -> None:
+    fleet = fleet_with_contexts(WorkingSet(least_prefilling=0.0, keep_s=0.0))
+    fleet.gate.elsewhere.replace([HeldElsewhere("other", 1, 100, 0.0, model="b")])
+    assert offer(fleet, "a", 20) == Admit(AdmissionReason.NO_LOSS)
+    fleet.gate.elsewhere.replace([HeldElsewhere("other", 1, 900, 0.0, model="a")])
+    assert isinstance(offer(fleet, "a", 20), Held)
+    assert offer(fleet, "b", 20) == Admit(AdmissionReason.ROOM)
+
+
+def test_losses_count_in_the_part_that_recomputes() -> None:
+    fleet = fleet_with_contexts(WorkingSet(least_prefilling=0.0, keep_s=0.0, lost_share=0.01))
+    assert isinstance(answer := offer(fleet, "a", 20), Admit), answer
+    for instance, held in (("b0", False), ("a0", True)):
+        fleet.state.accounts._losses.sent(instance, PrefillModel(), 100_000, 100_000, 0, 1.0)
+        assert isinstance(offer(fleet, "a", 20), Held) is held
+
+
+def test_losses_and_contexts_of_other_replicas_count_in_their_part_only() -> None:
+    fleet = fleet_with_contexts(WorkingSet(least_prefilling=0.0, keep_s=0.0))
+    accounts = fleet.state.accounts
+    accounts.set_remote([], {"b0": 3.0}, 0)
+    assert offer(fleet, "a", 20) == Admit(AdmissionReason.NO_LOSS)
+    accounts.set_remote([{"b0": (9, 9_000, 0, 0)}], {"a0": 3.0}, 0)
+    assert isinstance(offer(fleet, "a", 20), Held)
+
+
+def test_the_flow_of_a_part_is_kept_while_the_part_is() -> None:
+    fleet = Fleet(SessionCap(sessions=1, keep_s=0.0), ["a0", "a1", "b0", "b1", "b2"], PARTS)
+    for number in range(8):
+        fleet.arrive(Step("a", number, 10, 0.0, None), 0.0)
+    for second in (10.0, 20.0, 30.0):
+        fleet.end("a", second)
+        fleet.look(second)
+    fleet.gate.parts = Parts({**{name: ["a"] for name in INSTANCES["a"]}, "b0": ["b"]})
+    fleet.arrive(Step("a", 8, 10, 0.0, None), 30.0)
+    assert fleet.waits["a"][-1][2] > 0
+    fleet.gate.parts = Parts({"a0": ["a"], "b0": ["b"]})
+    fleet.arrive(Step("a", 9, 10, 0.0, None), 30.0)
+    assert fleet.waits["a"][-1][2] == 0
