@@ -31,11 +31,14 @@ StartCluster = Callable[..., Awaitable[Cluster]]
 
 @pytest.fixture
 async def start_cluster(tmp_path: Path) -> AsyncIterator[StartCluster]:
-    """``await start_cluster(count, *engine_flags, every={}, **proxy_settings)``: ``every`` applies to all instances."""
+    """``await start_cluster(count, *engine_flags, every={}, models=(), **proxy_settings)``.
+
+    ``every`` applies to all instances; ``models`` has one of each engine.
+    """
     async with contextlib.AsyncExitStack() as stack:
 
         async def start(count: int, *flags: str, **overrides: Any) -> Cluster:
-            engines = await start_engines(count, tmp_path, *flags)
+            engines = await start_engines(count, tmp_path, *flags, models=overrides.pop("models", ()))
             for engine in engines:
                 stack.callback(engine.kill)
             every = overrides.pop("every", {})

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -89,9 +90,14 @@ class SimEngine:
         raise AssertionError(f"engine on {self.url} did not come up: {self.log.read_text()}")
 
 
-async def start_engines(number_of_engines: int, folder: Path, *flags: str) -> list[SimEngine]:
-    """``number_of_engines`` engines, all healthy; the caller kills them."""
-    engines = [SimEngine(folder / f"engine-{number}.log", flags) for number in range(number_of_engines)]
+async def start_engines(
+    number_of_engines: int, folder: Path, *flags: str, models: Sequence[str] = ()
+) -> list[SimEngine]:
+    """``number_of_engines`` engines, all healthy; the caller kills them. ``models``: of each; none: the default."""
+    engines = [
+        SimEngine(folder / f"engine-{number}.log", (*flags, "--model", models[number]) if models else flags)
+        for number in range(number_of_engines)
+    ]
     for engine in engines:
         engine.start()
     try:

@@ -1,0 +1,71 @@
+"""Two models behind one proxy: overload of one holds no request for the other."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+import pytest
+
+from tests.integration.conftest import Cluster, StartCluster
+
+pytestmark = pytest.mark.fleet
+
+POOL_TOKENS = 4_096
+RULE = {"name": "working_set", "params": {"keep_s": 0.0, "least_prefilling": 0.0, "lost_share": 0.0}}
+
+
+async def hold_pool(cluster: Cluster, session: str, model: str, first: int, begun: asyncio.Event) -> None:
+    """Stream an answer that takes most of one engine's pool and does not end by itself."""
+    body = completion(model, first) | {"max_tokens": 1_000, "ignore_eos": True, "stream": True}
+    headers = {"x-session-id": session}
+    async with cluster.client.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        async for _ in answer.aiter_lines():
+            begun.set()
+
+
+def completion(model: str, first: int) -> dict[str, Any]:
+    return {"model": model, "prompt": list(range(first, first + 2_400)), "max_tokens": 4}
+
+
+async def test_overload_of_one_model_holds_no_session_of_another(start_cluster: StartCluster) -> None:
+    cluster = await start_cluster(
+        2,
+        *("--kv-capacity-tokens", str(POOL_TOKENS), "--max-model-len", str(POOL_TOKENS), "--engine-speed", "0.2"),
+        models=("small", "large"),
+        every={"role": "none", "bootstrap_url": None},
+        admission=RULE,
+    )
+
+    async def held() -> list[str]:
+        stats = (await cluster.client.get("/stats")).json()
+        return [each["session_id"] for each in stats["holding"]["line"]]
+
+    async def answered(session: str, model: str, first: int) -> None:
+        headers = {"x-session-id": session}
+        answer = await cluster.client.post("/v1/completions", json=completion(model, first), headers=headers)
+        assert answer.status_code == 200, answer.text
+
+    begun = asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        busy = tasks.create_task(hold_pool(cluster, "busy", "small", 1, begun))
+        await begun.wait()
+        # The first two of these are sent, as nothing shows yet that it hurts; then the engine's queue is long.
+        waiting = [tasks.create_task(answered(f"w{number}", "small", 10_000 * number)) for number in (1, 2, 3, 4)]
+        for _ in range(2_400):
+            if len(await held()) >= 2:
+                break
+            await asyncio.sleep(0.025)
+        line = await held()
+        assert len(line) >= 2
+        assert set(line) < {"w1", "w2", "w3", "w4"}
+        await answered("other", "large", 50_000)
+        rows = (await cluster.client.get("/breakdown", params={"session_id": "other"})).json()["rows"]
+        assert [(row["instance"], row["admission"], row["held_s"]) for row in rows] == [("inst-1", "room", 0.0)]
+        assert await held() == line
+        for task in (busy, *waiting):
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(busy, *waiting)
