@@ -51,6 +51,8 @@ def _runs(folder: str) -> list[RouterRecord]:
         ("parts of two GPUs", "hand-offs-h200-2x-mps", 132.8, "warm"),
         ("Claude Code, parts of a GPU", "hand-offs-h200-mps-claude", 248.2, "warm"),
         ("unequal engines", "unequal-h200-mps", 24.6, "warm,learned_slowness=false"),
+        ("unequal engines, second", "unequal-h200-mps-second", 24.6, "warm,learned_slowness=false"),
+        ("one slow engine", "one-slow-h200-mps", 7.3, "warm,learned_slowness=false"),
         ("order", "order-h100-4x", 48.9, "warm,slowdown=0"),
         ("order, conversations", "order-h100-4x-conversations", 26.0, "warm,slowdown=0"),
         ("order, agents", "order-h100-4x-agents", 75.2, "warm,slowdown=0"),
@@ -129,7 +131,7 @@ def test_what_the_page_says_of_runs_on_parts_of_a_gpu() -> None:
 
 def test_what_the_page_says_of_engines_of_different_speed() -> None:
     on_slow: dict[str, list[int]] = {}
-    runs = [*_runs("unequal-h200-mps"), *_runs("unequal-h200-mps-sticky")]
+    runs = [*_runs("unequal-h200-mps-second"), *_runs("unequal-h200-mps-sticky")]
     for run in runs:
         assert len(run.requests) == 516
         on_slow.setdefault(run.label, []).append(sum(each.instance in {"inst-2", "inst-3"} for each in run.requests))
@@ -145,6 +147,20 @@ def test_what_the_page_says_of_engines_of_different_speed() -> None:
     mean = np.mean([each.e2e_scheduled_s for each in judged])
     p90 = np.quantile([each.ttft_scheduled_s or 0.0 for each in judged], 0.9)
     assert f"mean E2E {mean:.2f} s, TTFT p90 {p90:.2f} s, {on_slow['session_sticky'][0]} requests" in _PAGE
+
+
+def test_what_the_page_says_of_one_slow_engine() -> None:
+    on_slow: dict[str, list[int]] = {}
+    noticed = []
+    for run in _runs("one-slow-h200-mps"):
+        assert len(run.requests) == 777
+        on_slow.setdefault(run.label, []).append(sum(each.instance == "inst-3" for each in run.requests))
+        found = learned_slowness(run.requests)
+        assert max(found.last, key=found.last.__getitem__) == "inst-3"
+        noticed.append(round(found.first_s or 0.0))
+    warm, blind = on_slow["warm"], on_slow["warm,learned_slowness=false"]
+    assert f"got {min(warm)} to {max(warm)} of 777 requests instead of {min(blind)} to {max(blind)}" in _PAGE
+    assert f"known after {min(noticed)} to {max(noticed)} s of runs" in _PAGE
 
 
 def _of(found: LearnedSlowness, numbers: str) -> list[float]:

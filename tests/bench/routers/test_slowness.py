@@ -15,7 +15,7 @@ from bench.routers.slowness import learned_slowness
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 RESULTS = DOCS / "results"
 PAGE = (DOCS / "decisions" / "0029-unequal-instances.md").read_text(encoding="utf-8")
-UNEQUAL = {"unequal-h200-mps", "unequal-h200-mps-sticky"}
+UNEQUAL = {"unequal-h200-mps", "unequal-h200-mps-second", "unequal-h200-mps-sticky", "one-slow-h200-mps"}
 """Folders of records of engines that differ in speed."""
 
 
