@@ -14,6 +14,8 @@ from policies.types import RequestView
 class SessionCap:
     """Holds a session while ``sessions`` others are in flight or ended a request less than ``keep_s`` seconds ago.
 
+    In a fleet of several models that is a number for each part of it (`policies.admission.room.Parts`).
+
     The right number depends on fleet and traffic and must be found by trial; it is the yardstick for rules that find
     their limit themselves. Complexity: O(1).
     """

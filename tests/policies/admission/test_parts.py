@@ -164,7 +164,7 @@ def test_each_part_is_judged_as_if_it_were_alone(rule: AdmissionRule, steps: lis
 
 
 def test_without_parts_overload_of_one_model_holds_requests_for_another() -> None:
-    """What the rule answers without them; so the test above can fail."""
+    """The answers of the rule without them, so that the test above can fail."""
     found = []
     for parts in (ONE_PART, PARTS):
         fleet = Fleet(SessionCap(sessions=2, keep_s=0.0), ["a0", "a1", "b0", "b1", "b2"], parts)
