@@ -127,13 +127,14 @@ class SessionAccounts:
         """Idempotent."""
         self.settle()
         self.homes.add(instance)
+        self._losses.add_instance(instance)
         self.instances = max(1, len(self.homes.by_name))
 
     def remove_instance(self, instance: str) -> None:
         """Its sessions are on none of the fleet's until their next request."""
         self.settle()
         self.homes.remove(instance)
-        self._losses.forget(instance)
+        self._losses.remove_instance(instance)
         self.instances = max(1, len(self.homes.by_name))
 
     def sent(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Set
 from heapq import nsmallest
 from itertools import count
@@ -19,10 +18,21 @@ from policies.admission.base import (
     SessionView,
 )
 from policies.admission.elsewhere import LineElsewhere, RoomElsewhere, rank
-from policies.admission.flow import AdmittedFlow
+from policies.admission.flow import Flows
 from policies.admission.guard import GuardedRule
 from policies.admission.homes import Contexts, sums_of
-from policies.admission.line import FIRST, NOBODY, Held, Place, Places, rank_of, tenant_of, tokens_of
+from policies.admission.line import (
+    FIRST,
+    NOBODY,
+    Held,
+    HeldCounts,
+    Place,
+    Places,
+    in_parts,
+    rank_of,
+    tenant_of,
+    tokens_of,
+)
 from policies.admission.never_hold import NeverHold
 from policies.admission.room import ONE_PART, Part, Parts, Room
 from policies.admission.selection import HeldIndex
@@ -67,13 +77,12 @@ class AdmissionGate:
         """Turns of the tenants; the caller counts there what it sends."""
         self.sent_at_once = Admit(AdmissionReason.NEVER_HOLDS)
         self._line: dict[Held, None] = {}
-        self._held_for = Counter[str | None]()
-        """Held requests by model; only models that have some."""
+        self._held = HeldCounts()
         self._numbers = count(1)
         self.elsewhere = LineElsewhere()
         """Requests held by other replicas, set by who hears of them."""
         self._parts = ONE_PART
-        self._flows: dict[Part, AdmittedFlow] = {}
+        self._flows = Flows()
         self.guard = GuardedRule(rule)
         self.on_offer: OfferObserver | None = None
         """Called with the answer to every new request and the views that it was given on; None: by nobody."""
@@ -103,8 +112,9 @@ class AdmissionGate:
     @parts.setter
     def parts(self, parts: Parts) -> None:
         if parts is not self._parts:
+            self._held.divide(parts)
+            self._flows.divide(self._parts, parts, self._held.by_model)
             self._parts = parts
-            self._flows = {part: flow for part, flow in self._flows.items() if part is None or part in parts.each}
 
     def offer(self, request: RequestView, room: Room, now_s: float, model: str | None = None) -> Admit | Held:
         """A new request: send it now, or hold it.
@@ -116,7 +126,7 @@ class AdmissionGate:
             model: asked for; None: not known.
         """
         room = room.within(self._parts.of(model))
-        waiting = self._held_in(room.part)
+        waiting = self._held.by_part[room.part]
         place = self._place_of(request, room.part, now_s) if self._explains or not self._selects else FIRST
         others = self._others(self.elsewhere, room.part, now_s)
         answer = self._ask(request, 0.0, place, waiting, room, now_s, others, self.on_offer)
@@ -124,11 +134,11 @@ class AdmissionGate:
             self._passed(answer, request, room.part, now_s)
             return answer
         if not waiting:
-            self._flows[room.part] = AdmittedFlow(now_s)
+            self._flows.begin(room.part, now_s)
         held = Held(request, now_s, answer, model)
         held.number = next(self._numbers)
         self._line[held] = None
-        self._held_for[model] += 1
+        self._held.add(held, room.part)
         self._index.add(held.number, held, request, now_s)
         self.shares.join(request.tenant, now_s)
         return held
@@ -136,7 +146,7 @@ class AdmissionGate:
     def answer(self, request: RequestView, room: Room, now_s: float, model: str | None = None) -> Admit | Hold:
         """The answer that ``offer`` would give; nothing is changed."""
         room = room.within(self._parts.of(model))
-        place, waiting = self._place_of(request, room.part, now_s), self._held_in(room.part)
+        place, waiting = self._place_of(request, room.part, now_s), self._held.by_part[room.part]
         return self._ask(
             request, 0.0, place, waiting, room, now_s, self._others(self.elsewhere.copy(), room.part, now_s)
         )
@@ -147,7 +157,7 @@ class AdmissionGate:
             self.accounts.expire(now_s)
             session = self.accounts.view(request.session_id, now_s)
             room = room.within(self._parts.of(model))
-            fleet = self._fleet_view(self._held_in(room.part), 0.0, room, now_s)
+            fleet = self._fleet_view(self._held.by_part[room.part], 0.0, room, now_s)
             self.on_offer(request, session, fleet, self.sent_at_once)
 
     def line(self, now_s: float) -> list[Held]:
@@ -155,20 +165,19 @@ class AdmissionGate:
         return self._in_turns(sorted(self._line, key=lambda each: rank_of(each, now_s)), now_s)
 
     def first(self, count: int, now_s: float) -> list[tuple[Held, bool]]:
-        """The ``count`` held requests of lowest rank, and whether the session of each is kept."""
-        first = nsmallest(count, self._line, key=lambda each: rank_of(each, now_s))
+        """The ``count`` held requests of lowest rank in each part, and whether the session of each is kept."""
+        lines = in_parts(self._line, self._parts).values()
+        first = [held for line in lines for held in nsmallest(count, line, key=lambda each: rank_of(each, now_s))]
         return [(held, self.accounts.view(held.request.session_id, now_s).kept) for held in first]
 
     def leave(self, held: Held) -> None:
         """The client of a held request has left."""
         if held in self._line:
             del self._line[held]
-            self._held_for[held.model] -= 1
-            if not self._held_for[held.model]:
-                del self._held_for[held.model]
             part = self._parts.of(held.model)
-            if not self._held_in(part):
-                self._flows.pop(part, None)
+            self._held.remove(held, part)
+            if part not in self._held.by_part:
+                self._flows.end(part)
             self._index.remove(held.number)
             self.shares.leave(held.request.tenant)
 
@@ -258,22 +267,19 @@ class AdmissionGate:
             found.append((held, answer if isinstance(answer, Hold) else held.hold))
         return found
 
-    def _held_in(self, part: Part) -> int:
-        """Held requests for models of the part."""
-        if part is None:
-            return len(self._line)
-        return sum([number for model, number in self._held_for.items() if self._parts.of(model) is part])
-
     def _in_turns(self, ranked: list[Held], now_s: float) -> list[Held]:
+        """The line with the tenants of each part in turns; parts keep the places that their requests have by rank."""
         if not self.shares.contended:
             return ranked
-        return self.shares.interleaved(ranked, tenant_of, tokens_of, now_s)
+        lines = in_parts(ranked, self._parts).items()
+        turns = {part: iter(self.shares.interleaved(line, tenant_of, tokens_of, now_s)) for part, line in lines}
+        return [next(turns[self._parts.of(held.model)]) for held in ranked]
 
     def _place_of(self, request: RequestView, part: Part, now_s: float) -> Place:
         """Place that a new request would have among those of the part."""
         if not self._line:
             return FIRST
-        line = self._line if part is None else [held for held in self._line if self._parts.of(held.model) is part]
+        line = [held for held in self._line if self._parts.of(held.model) is part]
         if not self.shares.contends(request.tenant):
             tokens = [held.request.prompt_tokens for held in line if rank_of(held, now_s) <= request.prompt_tokens]
             return Place(len(tokens), sum(tokens), len(tokens))
@@ -300,8 +306,7 @@ class AdmissionGate:
         """The rule's answer. ``session``: the request's, if the question is not to change it."""
         accounts = self.accounts
         accounts.expire(now_s)
-        flow = self._flows.get(room.part)
-        expected_s = flow.wait_s(place.tokens + request.prompt_tokens, now_s) if flow is not None else 0.0
+        expected_s = self._flows.wait_s(room.part, place.tokens + request.prompt_tokens, now_s)
         fleet = self._fleet_view(held, expected_s, room, now_s)
         if others is not None:
             fleet = others.left(request.tenant.name, rank(request.prompt_tokens, waited_s), fleet)
@@ -349,8 +354,8 @@ class AdmissionGate:
         )
 
     def _passed(self, answer: Admit, request: RequestView, part: Part, now_s: float) -> None:
-        if answer.reason is not AdmissionReason.RESIDENT and self._held_in(part):
-            self._flows.setdefault(part, AdmittedFlow(now_s)).add(request.prompt_tokens, now_s)
+        if answer.reason is not AdmissionReason.RESIDENT:
+            self._flows.add(part, request.prompt_tokens, now_s)
 
 
 class _Look:
@@ -373,15 +378,15 @@ class _Look:
         """The rule's answer for a held request."""
         gate, now_s = self._gate, self._now_s
         room, others = self._of(gate.parts.of(held.model))
-        waiting = gate._held_in(room.part) - 1
+        waiting = gate._held.by_part[room.part] - 1
         waited_s = now_s - held.since_s
         return gate._ask(held.request, waited_s, place, waiting, room, now_s, others, session=session)
 
     def fleets(self) -> list[AdmissionView]:
         """The fleet, or those of its parts for which requests are held."""
         gate = self._gate
-        rooms = [self._of(part)[0] for part in {gate.parts.of(model) for model in gate._held_for}]
-        return [gate._fleet_view(gate._held_in(room.part) - 1, 0.0, room, self._now_s) for room in rooms]
+        rooms = [self._of(part)[0] for part in gate._held.by_part]
+        return [gate._fleet_view(gate._held.by_part[room.part] - 1, 0.0, room, self._now_s) for room in rooms]
 
     def _of(self, part: Part) -> tuple[Room, RoomElsewhere | None]:
         found = self._parts.get(part)

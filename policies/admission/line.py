@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from policies.admission.base import Admit, Hold
 from policies.admission.elsewhere import rank
-from policies.admission.room import Part
+from policies.admission.room import Part, Parts
 from policies.types import RequestView, Tenant
 
 
@@ -61,6 +62,42 @@ class Places:
         self._tokens[part] += request.prompt_tokens
         self._of_tenant[key] += 1
         return place
+
+
+class HeldCounts:
+    """Held requests by model, and by the part of the fleet that serves it; without those that have none."""
+
+    def __init__(self) -> None:
+        self.by_model = Counter[str | None]()
+        self.by_part = Counter[Part]()
+
+    def add(self, held: Held, part: Part) -> None:
+        """It is held from now on."""
+        self.by_model[held.model] += 1
+        self.by_part[part] += 1
+
+    def remove(self, held: Held, part: Part) -> None:
+        """It is held no longer."""
+        self.by_model[held.model] -= 1
+        if not self.by_model[held.model]:
+            del self.by_model[held.model]
+        self.by_part[part] -= 1
+        if not self.by_part[part]:
+            del self.by_part[part]
+
+    def divide(self, parts: Parts) -> None:
+        """The parts have changed."""
+        self.by_part.clear()
+        for model, number in self.by_model.items():
+            self.by_part[parts.of(model)] += number
+
+
+def in_parts(line: Iterable[Held], parts: Parts) -> dict[Part, list[Held]]:
+    """The requests of each part, in the order of the line."""
+    found: dict[Part, list[Held]] = {}
+    for held in line:
+        found.setdefault(parts.of(held.model), []).append(held)
+    return found
 
 
 def rank_of(held: Held, now_s: float) -> float:

@@ -40,7 +40,7 @@ class Losses:
         """Tokens recomputed that the fleet had computed for the same session and evicted since."""
         self._all = _NOTHING
         self._each: dict[str, _Lost] = {}
-        """By the instance that recomputed."""
+        """By the instance that recomputed; of those in the fleet."""
         self.reports_cached = False
         """An engine has reported cached tokens: where none does, 0 may mean that it cannot."""
 
@@ -117,7 +117,11 @@ class Losses:
         """Share of its own time that each instance lost."""
         return {name: lost.by(now_s) * _LOG_2 / HALF_LIFE_S for name, lost in self._each.items()}
 
-    def forget(self, instance: str) -> None:
+    def add_instance(self, instance: str) -> None:
+        """Idempotent."""
+        self._each.setdefault(instance, _NOTHING)
+
+    def remove_instance(self, instance: str) -> None:
         """The instance has left the fleet."""
         self._each.pop(instance, None)
 
@@ -127,4 +131,5 @@ class Losses:
         seconds = model.seconds(prompt_tokens - held, held) - model.seconds(prompt_tokens - before, before)
         if seconds > 0.0:
             self._all = self._all.plus(sign * seconds, now_s)
-            self._each[instance] = self._each.get(instance, _NOTHING).plus(sign * seconds, now_s)
+            if (lost := self._each.get(instance)) is not None:
+                self._each[instance] = lost.plus(sign * seconds, now_s)

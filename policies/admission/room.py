@@ -40,7 +40,10 @@ class Parts:
     """
 
     def __init__(self, models: Mapping[str, Collection[str]] | None = None) -> None:
-        """``models``: what each instance serves. O(models of all instances)."""
+        """``models``: what each instance serves; one that serves none, as after a restart, belongs to no part.
+
+        O(models of all instances).
+        """
         first: dict[str, str] = {}
         """One instance of each model."""
         next_of: dict[str, str] = {}
@@ -57,8 +60,9 @@ class Parts:
                 if mine != other:
                     next_of[mine] = other
         groups: dict[str, list[str]] = {}
-        for name in models or {}:
-            groups.setdefault(last(name), []).append(name)
+        for name, served in (models or {}).items():
+            if served:
+                groups.setdefault(last(name), []).append(name)
         self.each = tuple(frozenset(group) for group in groups.values()) if len(groups) > 1 else ()
         """The parts; empty: the fleet is one."""
         part_of = {name: part for part in self.each for name in part}

@@ -18,7 +18,7 @@ from policies.admission.session_cap import SessionCap
 from policies.admission.working_set import WorkingSet
 from policies.costs.formulas import PrefillModel
 from policies.state import Commitment, FleetState
-from policies.types import RequestView
+from policies.types import RequestView, Tenant
 from tests.policies.admission.test_selection import Unbounded
 from tests.policies.builders import decision_for
 
@@ -38,7 +38,7 @@ def test_parts_are_disjoint_and_have_no_model_in_common(fleet: dict[str, frozens
     if not parts.each:
         assert all(parts.of(model) is None for model in "abcdefgh")
         return
-    assert sorted(name for part in parts.each for name in part) == sorted(fleet)
+    assert sorted(name for part in parts.each for name in part) == sorted(name for name in fleet if fleet[name])
     served = [frozenset[str]().union(*(fleet[name] for name in part)) for part in parts.each]
     assert sum(map(len, served)) == len(frozenset[str]().union(*served))
     for model in "abcdefgh":
@@ -58,7 +58,7 @@ def test_instances_are_one_part_only_if_models_connect_them(fleet: dict[str, fro
 
 
 def test_a_fleet_of_one_model_or_none_is_one_part() -> None:
-    for fleet in ({}, {"a": ["m"]}, {"a": ["m", "n"], "b": ["n"]}):
+    for fleet in ({}, {"a": ["m"]}, {"a": ["m", "n"], "b": ["n"]}, {"a": ["m"], "restarted": []}):
         assert Parts(fleet).each == ()
     assert ONE_PART.of("m") is None
     assert PARTS.of("c") is None
@@ -215,16 +215,64 @@ def test_losses_and_contexts_of_other_replicas_count_in_their_part_only() -> Non
     assert isinstance(offer(fleet, "a", 20), Held)
 
 
-def test_the_flow_of_a_part_is_kept_while_the_part_is() -> None:
+def test_the_flow_of_held_requests_survives_a_change_of_their_part() -> None:
     fleet = Fleet(SessionCap(sessions=1, keep_s=0.0), ["a0", "a1", "b0", "b1", "b2"], PARTS)
     for number in range(8):
         fleet.arrive(Step("a", number, 10, 0.0, None), 0.0)
     for second in (10.0, 20.0, 30.0):
         fleet.end("a", second)
         fleet.look(second)
-    fleet.gate.parts = Parts({**{name: ["a"] for name in INSTANCES["a"]}, "b0": ["b"]})
-    fleet.arrive(Step("a", 8, 10, 0.0, None), 30.0)
-    assert fleet.waits["a"][-1][2] > 0
-    fleet.gate.parts = Parts({"a0": ["a"], "b0": ["b"]})
-    fleet.arrive(Step("a", 9, 10, 0.0, None), 30.0)
-    assert fleet.waits["a"][-1][2] == 0
+    for number, parts in enumerate((PARTS, Parts({"a0": ["a"], "b0": ["b"]}), ONE_PART, PARTS), 8):
+        fleet.gate.parts = parts
+        fleet.arrive(Step("a", number, 10, 0.0, None), 30.0)
+        _, behind, expected_s = fleet.waits["a"][-1]
+        assert expected_s == pytest.approx((behind + 1) * 160 * 30.0 / (3 * 160))
+
+
+def test_a_flow_ends_with_the_line_of_its_part_however_the_parts_change() -> None:
+    """Else a request much later would seem to wait for what has not been admitted since."""
+    fleet = Fleet(SessionCap(sessions=1, keep_s=0.0), ["a0", "a1", "b0", "b1", "b2"])
+    for number in range(2):
+        fleet.arrive(Step("a", number, 10, 0.0, None), 0.0)
+    fleet.gate.parts = PARTS
+    fleet.end("a", 1.0)
+    fleet.look(1.0)
+    assert not len(fleet.gate)
+    fleet.gate.parts = ONE_PART
+    for number in range(2, 5):
+        fleet.arrive(Step("a", number, 10, 0.0, None), 100.0)
+    assert [expected_s for _, _, expected_s in fleet.waits["a"]] == [0.0] * 4
+
+
+def test_tenants_of_a_part_take_turns_as_if_it_were_alone() -> None:
+    lines = []
+    for others in (0, 40):
+        fleet = Fleet(SessionCap(sessions=1, keep_s=0.0), ["a0", "a1", "b0", "b1", "b2"], PARTS)
+        for model in "ab":
+            fleet.arrive(Step(model, 0, 10, 0.0, None), 0.0)
+        waiting = [("a", "x", 320)] * others + [("b", "x", 480), ("b", "y", 12_800)]
+        for number, (model, tenant, tokens) in enumerate(waiting):
+            request = RequestView(f"{tenant}{number - others}", tokens, session_id=f"w{number}", tenant=Tenant(tenant))
+            answer = fleet.gate.offer(request, fleet.state.room(fleet.instances), 1.0, model)
+            assert isinstance(answer, Held)
+        lines.append([held.request.request_id for held in fleet.gate.line(2.0) if held.model == "b"])
+    assert lines == [["x0", "y1"]] * 2
+
+
+def test_the_first_of_each_part_are_announced_to_other_replicas() -> None:
+    fleet = Fleet(SessionCap(sessions=1, keep_s=0.0), ["a0", "a1", "b0", "b1", "b2"], PARTS)
+    for number in range(6):
+        fleet.arrive(Step("a", number, 10 + number, 0.0, None), 0.0)
+    for number in range(3):
+        fleet.arrive(Step("b", number, 40, 0.0, None), 0.0)
+    assert [held.request.request_id for held, _ in fleet.gate.first(2, 0.0)] == ["a1-1", "a2-1", "b1-1", "b2-1"]
+
+
+def test_of_an_instance_that_has_left_no_loss_is_remembered() -> None:
+    fleet = Fleet(SessionCap(), ["a0", "a1"])
+    losses = fleet.state.accounts.losses
+    fleet.state.remove_instance("a1")
+    for name in ("a0", "a1"):
+        losses.sent(name, PrefillModel(), 100_000, 100_000, 0, 1.0)
+    assert list(losses.shares(1.0)) == ["a0"]
+    assert losses.share(1, 1.0) == pytest.approx(2 * losses.shares(1.0)["a0"])

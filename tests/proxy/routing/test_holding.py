@@ -271,6 +271,20 @@ async def test_requests_for_one_model_are_not_held_for_those_for_another() -> No
     assert line.is_empty()
 
 
+async def test_a_restart_in_a_fleet_of_one_model_divides_nothing() -> None:
+    line = Line(sessions=1)
+    for name in ("i0", "i1"):
+        line.instances.listed(name, ModelList(names=frozenset({"m"})))
+    line.instances.restarted("i1")
+    first, held = line.start(0, "s0", "m"), line.start(1, "s1", "m")
+    await turns()
+    assert (first.running, held.running) == (True, False)
+    gate = line.router.routing.gate
+    assert (gate.parts.each, gate.parts.of("m")) == ((), None)
+    await end(first, held)
+    assert line.is_empty()
+
+
 async def test_an_instance_of_unknown_models_keeps_the_fleet_whole() -> None:
     line = Line(sessions=1)
     line.instances.listed("i0", ModelList(names=frozenset({"a"})))
