@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from replayer.records.runs import read_run
 from tests.integration.conftest import Cluster, StartCluster
+from tests.integration.fleet import ROOT, free_ports
 
 pytestmark = pytest.mark.fleet
 
@@ -69,3 +76,39 @@ async def test_overload_of_one_model_holds_no_session_of_another(start_cluster: 
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.gather(busy, *waiting)
+
+
+def test_the_comparison_of_rules_with_two_models(tmp_path: Path) -> None:
+    """The script of docs/admission.md, with traces of a few requests."""
+    for name, sessions in (("first", 3), ("second", 2)):
+        rows = [
+            {
+                "timestamp": 100 * turn,
+                "input_length": 1_024,
+                "output_length": 4,
+                "hash_ids": [10 * session, 10 * session + 1],
+            }
+            for turn in range(2)
+            for session in range(1, sessions + 1)
+        ]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    environment = {
+        **os.environ,
+        "PYTHON": sys.executable,
+        "REPEATS": "1",
+        "ENGINE_SPEED": "20",
+        "FIRST_PORT": str(free_ports(17)),
+    }
+    command = [
+        "bench/two_models.sh",
+        str(tmp_path / "out"),
+        *(str(tmp_path / f"{name}.jsonl") for name in ("first", "second")),
+    ]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for arm in ("never_hold-0", "working_set-0"):
+        assert f"{arm.replace('-', ', repeat ')}: done" in done.stdout
+        for name, requests in (("first", 6), ("second", 4)):
+            records = read_run(tmp_path / "out" / arm / f"{name}.jsonl").records
+            assert len(records) == requests
+            assert all(record.ok for record in records)
