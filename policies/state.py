@@ -16,10 +16,10 @@ from policies.admission.turns import Turn
 from policies.costs.book import CostBook, Workload
 from policies.costs.order import PrefillOrder
 from policies.costs.step_watch import WatchedStream
-from policies.designation import designate
 from policies.holds import Holds, KvHold
 from policies.hotspots import HotspotTracker, is_hotspot
 from policies.ledger import Lease, Ledger
+from policies.offload.designation import designate
 from policies.offload.specialists import Specialists
 from policies.pairs import PairBreaker
 from policies.predict.predictor import Predictor, Promised
@@ -361,8 +361,8 @@ class FleetState:
         on, cached = (prefill or chosen)[:2]
         elsewhere = fleet.cached_elsewhere(on) if request.session_id else 0
         turn = self.accounts.sent(request, decision.decode_on, cached, self.costs.prefill, now_s, elsewhere)
-        accounts, costs, memory = self.accounts, self.costs, TURNS_PER_INSTANCE * self.accounts.instances
-        designate(self.specialists, accounts, costs, request, fleet, decision, cached, now_s, memory)
+        in_use, costs, memory = self.accounts.in_use, self.costs, TURNS_PER_INSTANCE * self.accounts.instances
+        designate(self.specialists, in_use, costs, request, fleet, decision, cached, now_s, memory)
         return Commitment(self, decode_lease, prefill_lease, added, not_yet_on_decode, workload, promised, turn)
 
     def share(self, shared: SharedSessions, turn: int = 0) -> None:

@@ -27,7 +27,7 @@ Cell = TypeVar("Cell")
 
 
 class ArmSetup(NamedTuple):
-    """How the requests of a cell are served in one run."""
+    """Engines, policy and admission rule of one run of a cell."""
 
     options: SimOptions
     policy: RoutingPolicy

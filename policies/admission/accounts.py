@@ -102,10 +102,16 @@ class SessionAccounts:
 
     @property
     def losses(self) -> Losses:
-        """What the fleet recomputes because it was evicted."""
+        """Recomputation of contexts that were evicted."""
         if self._waiting:
             self.settle()
         return self._losses
+
+    def in_use(self, now_s: float) -> tuple[int, int, float]:
+        """Tokens in flight, tokens in use by other replicas, and the time lost, as a share of one instance's."""
+        remote, losses = self.remote, self.losses
+        lost = losses.share(1, now_s) + remote.lost_share(1)
+        return self._active_tokens, remote.active_tokens + remote.kept_tokens, lost
 
     def defer(self, deferred: bool) -> None:
         """``deferred``: nothing reads the accounts for every request, so turns are counted in batches."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from policies.admission.base import AdmissionView, Admit, Hold, InstanceUse, SessionView
-from policies.admission.room import Part, Parts
+from policies.admission.room import WHOLE, Part, Parts
 from policies.types import RequestView
 
 AGING_S = 30.0
@@ -59,7 +59,7 @@ class LineElsewhere:
 
     def within(self, part: Part, parts: Parts) -> LineElsewhere:
         """Those for models of a part; with the times since which they could have been sent, not a copy of them."""
-        if part is None:
+        if part is WHOLE:
             return self
         made = LineElsewhere()
         made._line = tuple([held for held in self._line if parts.of(held.model) is part])

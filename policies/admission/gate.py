@@ -18,15 +18,15 @@ from policies.admission.base import (
     SessionView,
 )
 from policies.admission.elsewhere import LineElsewhere, RoomElsewhere, rank
-from policies.admission.flow import Flows
 from policies.admission.guard import GuardedRule
 from policies.admission.homes import Contexts, sums_of
 from policies.admission.line import (
     FIRST,
     NOBODY,
+    Flows,
     Held,
     HeldCounts,
-    Place,
+    LinePlace,
     Places,
     in_parts,
     rank_of,
@@ -34,7 +34,7 @@ from policies.admission.line import (
     tokens_of,
 )
 from policies.admission.never_hold import NeverHold
-from policies.admission.room import ONE_PART, Part, Parts, Room
+from policies.admission.room import ONE_PART, WHOLE, Part, Parts, Room
 from policies.admission.selection import HeldIndex
 from policies.fairness import TenantShares
 from policies.types import RequestView
@@ -275,27 +275,27 @@ class AdmissionGate:
         turns = {part: iter(self.shares.interleaved(line, tenant_of, tokens_of, now_s)) for part, line in lines}
         return [next(turns[self._parts.of(held.model)]) for held in ranked]
 
-    def _place_of(self, request: RequestView, part: Part, now_s: float) -> Place:
-        """Place that a new request would have among those of the part."""
+    def _place_of(self, request: RequestView, part: Part, now_s: float) -> LinePlace:
+        """The place that a new request would have among those of the part."""
         if not self._line:
             return FIRST
         line = [held for held in self._line if self._parts.of(held.model) is part]
         if not self.shares.contends(request.tenant):
             tokens = [held.request.prompt_tokens for held in line if rank_of(held, now_s) <= request.prompt_tokens]
-            return Place(len(tokens), sum(tokens), len(tokens))
+            return LinePlace(len(tokens), sum(tokens), len(tokens))
         newcomer = Held(request, now_s, _NEW)
         # Behind those of its own rank, as they have waited.
         ranked = sorted((*line, newcomer), key=lambda each: rank_of(each, now_s))
         ordered = self.shares.interleaved(ranked, tenant_of, tokens_of, now_s, request.tenant)
         before = [held.request for held in ordered[: ordered.index(newcomer)]]
         own = sum(1 for each in before if each.tenant.name == request.tenant.name)
-        return Place(len(before), sum(each.prompt_tokens for each in before), own)
+        return LinePlace(len(before), sum(each.prompt_tokens for each in before), own)
 
     def _ask(
         self,
         request: RequestView,
         waited_s: float,
-        place: Place,
+        place: LinePlace,
         held: int,
         room: Room,
         now_s: float,
@@ -334,7 +334,7 @@ class AdmissionGate:
         accounts, part = self.accounts, room.part
         remote, contexts = accounts.remote, accounts.contexts()
         uses = accounts.homes.uses(room.each)
-        if part is None:
+        if part is WHOLE:
             contexts = remote.beside(contexts)
             held += remote.held
         else:
@@ -370,11 +370,11 @@ class _Look:
         self._places = Places()
         self._parts: dict[Part, tuple[Room, RoomElsewhere | None]] = {}
 
-    def place(self, held: Held) -> Place:
-        """Place of the next request of the line."""
+    def place(self, held: Held) -> LinePlace:
+        """LinePlace of the next request of the line."""
         return self._places.next(held.request, self._gate.parts.of(held.model))
 
-    def ask(self, held: Held, place: Place, session: SessionView | None = None) -> Admit | Hold:
+    def ask(self, held: Held, place: LinePlace, session: SessionView | None = None) -> Admit | Hold:
         """The rule's answer for a held request."""
         gate, now_s = self._gate, self._now_s
         room, others = self._of(gate.parts.of(held.model))

@@ -35,12 +35,12 @@ class RemoteContexts(NamedTuple):
             self.kept_tokens + kept,
         )
 
-    def lost_share(self, instances: int, among: Collection[str] | None = None) -> float:
-        """Share of the time of ``instances`` that was lost on those ``among`` them; None: on all."""
+    def lost_share(self, instances: int, among: Collection[str] = ()) -> float:
+        """Share of the time of ``instances`` that was lost on those ``among`` them; empty: on all."""
         if not self.lost_shares or not instances:
             return 0.0
         lost = self.lost_shares
-        return sum(lost.values() if among is None else [lost.get(name, 0.0) for name in among]) / instances
+        return sum([lost.get(name, 0.0) for name in among] if among else lost.values()) / instances
 
 
 class Home:

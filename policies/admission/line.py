@@ -1,8 +1,8 @@
-"""Held requests, and their places in line."""
+"""The line of held requests: places, counts, and the flow of admitted tokens, from which waits are estimated."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -10,6 +10,11 @@ from policies.admission.base import Admit, Hold
 from policies.admission.elsewhere import rank
 from policies.admission.room import Part, Parts
 from policies.types import RequestView, Tenant
+
+RATE_WINDOW_S = 60.0
+"""Seconds over which the flow is measured."""
+LEAST_WINDOW_S = 15.0
+"""Seconds after which it is known."""
 
 
 class Held:
@@ -33,7 +38,7 @@ class Held:
 NOBODY = frozenset[Held]()
 
 
-class Place(NamedTuple):
+class LinePlace(NamedTuple):
     """Requests before one in line, of the same part of the fleet."""
 
     ahead: int = 0
@@ -43,7 +48,7 @@ class Place(NamedTuple):
     """Those of its own tenant."""
 
 
-FIRST = Place()
+FIRST = LinePlace()
 
 
 class Places:
@@ -54,10 +59,10 @@ class Places:
         self._tokens = Counter[Part]()
         self._of_tenant = Counter[tuple[Part, str]]()
 
-    def next(self, request: RequestView, part: Part) -> Place:
-        """Place of the next one."""
+    def next(self, request: RequestView, part: Part) -> LinePlace:
+        """The place of the next one."""
         key = part, request.tenant.name
-        place = Place(self._ahead[part], self._tokens[part], self._of_tenant[key])
+        place = LinePlace(self._ahead[part], self._tokens[part], self._of_tenant[key])
         self._ahead[part] += 1
         self._tokens[part] += request.prompt_tokens
         self._of_tenant[key] += 1
@@ -90,6 +95,74 @@ class HeldCounts:
         self.by_part.clear()
         for model, number in self.by_model.items():
             self.by_part[parts.of(model)] += number
+
+
+class AdmittedFlow:
+    """Tokens admitted while requests were held."""
+
+    def __init__(self, since_s: float) -> None:
+        """``since_s``: the time since which requests are held."""
+        self._admitted: deque[tuple[float, int]] = deque()
+        self._tokens = 0
+        self._since_s = since_s
+
+    def copy(self) -> AdmittedFlow:
+        """A copy."""
+        made = AdmittedFlow(self._since_s)
+        made._admitted, made._tokens = self._admitted.copy(), self._tokens
+        return made
+
+    def add(self, tokens: int, now_s: float) -> None:
+        """A request of so many tokens is admitted."""
+        self._admitted.append((now_s, tokens))
+        self._tokens += tokens
+
+    def wait_s(self, tokens: int, now_s: float) -> float:
+        """Seconds until ``tokens`` have been admitted at the flow of the last minute; 0 while that is unknown."""
+        admitted, oldest_s = self._admitted, now_s - RATE_WINDOW_S
+        while admitted and admitted[0][0] < oldest_s:
+            self._tokens -= admitted.popleft()[1]
+        window_s = min(RATE_WINDOW_S, now_s - self._since_s)
+        return 0.0 if window_s < LEAST_WINDOW_S else tokens * window_s / max(1, self._tokens)
+
+
+class Flows:
+    """Flows of the parts of a fleet that have held requests."""
+
+    def __init__(self) -> None:
+        self._of: dict[Part, AdmittedFlow] = {}
+
+    def begin(self, part: Part, now_s: float) -> None:
+        """The first request of a part is held."""
+        self._of[part] = AdmittedFlow(now_s)
+
+    def end(self, part: Part) -> None:
+        """None of its requests is held any more."""
+        self._of.pop(part, None)
+
+    def add(self, part: Part, tokens: int, now_s: float) -> None:
+        """A request of so many tokens is admitted; counted while others of its part are held."""
+        if (flow := self._of.get(part)) is not None:
+            flow.add(tokens, now_s)
+
+    def wait_s(self, part: Part, tokens: int, now_s: float) -> float:
+        """As that of the part's flow; 0 while none of its requests is held."""
+        flow = self._of.get(part)
+        return 0.0 if flow is None else flow.wait_s(tokens, now_s)
+
+    def divide(self, before: Parts, parts: Parts, models: Iterable[str | None]) -> None:
+        """The fleet has other parts: each begins with the flow of one that its held requests were of.
+
+        Args:
+            before: the former parts.
+            parts: the new ones.
+            models: those of the held requests.
+        """
+        former, self._of = self._of, {}
+        for model in models:
+            part, flow = parts.of(model), former.get(before.of(model))
+            if flow is not None and part not in self._of:
+                self._of[part] = flow.copy()
 
 
 def in_parts(line: Iterable[Held], parts: Parts) -> dict[Part, list[Held]]:

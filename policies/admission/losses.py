@@ -100,17 +100,17 @@ class Losses:
         if before_tokens > held_tokens:
             self._count(instance, model, prompt_tokens, before_tokens, held_tokens, 1, now_s)
 
-    def share(self, instances: int, now_s: float, among: Collection[str] | None = None) -> float:
+    def share(self, instances: int, now_s: float, among: Collection[str] = ()) -> float:
         """Share of the time of ``instances`` that recomputing took, weighted by 2 ** (-age / HALF_LIFE_S).
 
-        ``among``: only what these instances recomputed; None: all.
+        ``among``: only what these instances recomputed; empty: all.
         """
         if not self._all.seconds or not instances:
             return 0.0
-        if among is None:
-            lost_s = self._all.by(now_s)
-        else:
+        if among:
             lost_s = sum([self._each.get(name, _NOTHING).by(now_s) for name in among])
+        else:
+            lost_s = self._all.by(now_s)
         return lost_s * _LOG_2 / (HALF_LIFE_S * instances)
 
     def shares(self, now_s: float) -> dict[str, float]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
-Part = frozenset[str] | None
-"""Instances that are judged apart from the others; None: the whole fleet."""
+Part = frozenset[str]
+"""Instances that are judged apart from the others."""
+WHOLE: Part = frozenset()
+"""The whole fleet."""
 
 
 class Room(NamedTuple):
@@ -19,30 +22,36 @@ class Room(NamedTuple):
     """Requests in flight on them without a first token yet."""
     each: tuple[tuple[str, int, int], ...] = ()
     """Name, KV pool (0: unknown) and ``prefilling`` of each."""
-    part: Part = None
+    part: Part = WHOLE
     """Part of the fleet that they are the candidates of."""
 
     def within(self, part: Part) -> Room:
         """Those of a part. O(instances)."""
-        if part is None:
+        if part is WHOLE:
             return self
         each = tuple([one for one in self.each if one[0] in part])
         pools = [pool for _, pool, _ in each]
         return Room(sum(pools) if all(pools) else 0, len(each), sum([waiting for _, _, waiting in each]), each, part)
 
 
-class Parts:
-    """Parts of a fleet whose instances serve no model of another part. Immutable.
+class Parts(NamedTuple):
+    """Parts of a fleet whose instances serve no model of another part.
 
     A session's context takes room only on instances that serve its model, so overload of one part is no reason to hold
     requests for another. Instances with a common model, such as engines with the same base model and different
     adapters, are one part.
     """
 
-    def __init__(self, models: Mapping[str, Collection[str]] | None = None) -> None:
-        """``models``: what each instance serves; one that serves none, as after a restart, belongs to no part.
+    each: tuple[Part, ...] = ()
+    """Empty: the fleet is one part."""
+    of_model: Mapping[str, Part] = MappingProxyType({})
 
-        O(models of all instances).
+    @classmethod
+    def of_fleet(cls, models: Mapping[str, Collection[str]]) -> Parts:
+        """Divide a fleet. O(models of all instances).
+
+        Args:
+            models: what each instance serves; one that serves none, as after a restart, belongs to no part.
         """
         first: dict[str, str] = {}
         """One instance of each model."""
@@ -54,23 +63,23 @@ class Parts:
                 name = next_of[name]
             return name
 
-        for name, served in (models or {}).items():
+        for name, served in models.items():
             for model in served:
                 mine, other = last(name), last(first.setdefault(model, name))
                 if mine != other:
                     next_of[mine] = other
         groups: dict[str, list[str]] = {}
-        for name, served in (models or {}).items():
+        for name, served in models.items():
             if served:
                 groups.setdefault(last(name), []).append(name)
-        self.each = tuple(frozenset(group) for group in groups.values()) if len(groups) > 1 else ()
-        """The parts; empty: the fleet is one."""
-        part_of = {name: part for part in self.each for name in part}
-        self._of_model = {model: part_of[name] for model, name in first.items()} if self.each else {}
+        if len(groups) < 2:
+            return ONE_PART
+        parts = {root: frozenset(group) for root, group in groups.items()}
+        return cls(tuple(parts.values()), {model: parts[last(name)] for model, name in first.items()})
 
     def of(self, model: str | None) -> Part:
-        """Part that serves a model. None, for the whole fleet: there is one part, or the model is not known."""
-        return self._of_model.get(model) if model is not None else None
+        """Part that serves a model. ``WHOLE``: there is one part only, or the model is not known."""
+        return self.of_model.get(model, WHOLE) if model is not None else WHOLE
 
 
 ONE_PART = Parts()

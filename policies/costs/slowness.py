@@ -82,7 +82,7 @@ class Slowness:
         self._middle = 0.0
         """Median of the means that count."""
         self._model = 0.0
-        """What the model has grown by since (`recentre`)."""
+        """Growth of the model since (`recentre`)."""
         self._variance = _PRIOR_VARIANCE
         self._prefills = 0
         self._differ = False

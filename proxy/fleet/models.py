@@ -107,7 +107,7 @@ class ServedModels:
     @cached_property
     def parts(self) -> Parts:
         """Parts of the fleet that have no model in common, of those that list their models."""
-        return Parts({name: models.names for name, models in self._lists.items()})
+        return Parts.of_fleet({name: models.names for name, models in self._lists.items()})
 
     def longest(self, model: str) -> int | None:
         """The longest context in tokens that an instance accepts; None: one that may serve the model reports none.

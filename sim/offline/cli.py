@@ -176,8 +176,7 @@ def simulate_command(
     sweep: Annotated[
         list[str] | None,
         typer.Option(
-            help="KEY=V1,V2,...: every combination; KEY: an option, or policy.X, planner.X or admission.X; lists in "
-            "brackets: speeds=[1],[1,0.5]. Repeatable.",
+            help="KEY=V1,V2,...: every combination; KEY: an option, or policy.X, planner.X or admission.X. Repeatable.",
             show_default=False,
         ),
     ] = None,

@@ -13,7 +13,7 @@ from policies.admission.base import AdmissionReason, AdmissionRule, Admit
 from policies.admission.elsewhere import HeldElsewhere
 from policies.admission.gate import AdmissionGate
 from policies.admission.line import Held
-from policies.admission.room import ONE_PART, Parts
+from policies.admission.room import ONE_PART, WHOLE, Parts
 from policies.admission.session_cap import SessionCap
 from policies.admission.working_set import WorkingSet
 from policies.costs.formulas import PrefillModel
@@ -25,7 +25,7 @@ from tests.policies.builders import decision_for
 BLOCK = 16
 POOL_BLOCKS = 60
 INSTANCES = {"a": ("a0", "a1"), "b": ("b0", "b1", "b2")}
-PARTS = Parts({name: [model] for model, names in INSTANCES.items() for name in names})
+PARTS = Parts.of_fleet({name: [model] for model, names in INSTANCES.items() for name in names})
 
 FLEETS = st.dictionaries(
     st.sampled_from([f"i{number}" for number in range(8)]), st.frozensets(st.sampled_from("abcdefgh"), max_size=3)
@@ -34,9 +34,9 @@ FLEETS = st.dictionaries(
 
 @given(FLEETS)
 def test_parts_are_disjoint_and_have_no_model_in_common(fleet: dict[str, frozenset[str]]) -> None:
-    parts = Parts(fleet)
+    parts = Parts.of_fleet(fleet)
     if not parts.each:
-        assert all(parts.of(model) is None for model in "abcdefgh")
+        assert all(parts.of(model) is WHOLE for model in "abcdefgh")
         return
     assert sorted(name for part in parts.each for name in part) == sorted(name for name in fleet if fleet[name])
     served = [frozenset[str]().union(*(fleet[name] for name in part)) for part in parts.each]
@@ -44,12 +44,12 @@ def test_parts_are_disjoint_and_have_no_model_in_common(fleet: dict[str, frozens
     for model in "abcdefgh":
         serving = {name for name, models in fleet.items() if model in models}
         part = parts.of(model)
-        assert part is None if not serving else serving <= (part or set())
+        assert part is WHOLE if not serving else serving <= part
 
 
 @given(FLEETS)
 def test_instances_are_one_part_only_if_models_connect_them(fleet: dict[str, frozenset[str]]) -> None:
-    for part in Parts(fleet).each:
+    for part in Parts.of_fleet(fleet).each:
         reached, models = {min(part)}, set(fleet[min(part)])
         while more := {name for name in part - reached if fleet[name] & models}:
             reached |= more
@@ -59,10 +59,10 @@ def test_instances_are_one_part_only_if_models_connect_them(fleet: dict[str, fro
 
 def test_a_fleet_of_one_model_or_none_is_one_part() -> None:
     for fleet in ({}, {"a": ["m"]}, {"a": ["m", "n"], "b": ["n"]}, {"a": ["m"], "restarted": []}):
-        assert Parts(fleet).each == ()
-    assert ONE_PART.of("m") is None
-    assert PARTS.of("c") is None
-    assert PARTS.of(None) is None
+        assert Parts.of_fleet(fleet).each == ()
+    assert ONE_PART.of("m") is WHOLE
+    assert PARTS.of("c") is WHOLE
+    assert PARTS.of(None) is WHOLE
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ def test_the_flow_of_held_requests_survives_a_change_of_their_part() -> None:
     for second in (10.0, 20.0, 30.0):
         fleet.end("a", second)
         fleet.look(second)
-    for number, parts in enumerate((PARTS, Parts({"a0": ["a"], "b0": ["b"]}), ONE_PART, PARTS), 8):
+    for number, parts in enumerate((PARTS, Parts.of_fleet({"a0": ["a"], "b0": ["b"]}), ONE_PART, PARTS), 8):
         fleet.gate.parts = parts
         fleet.arrive(Step("a", number, 10, 0.0, None), 30.0)
         _, behind, expected_s = fleet.waits["a"][-1]

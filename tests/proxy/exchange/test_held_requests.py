@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from policies.admission.base import AdmissionReason, AdmissionView, Admit, Hold, SessionView
-from policies.admission.flow import AdmittedFlow
+from policies.admission.line import AdmittedFlow
 from policies.types import RequestView
 from tests.proxy.conftest import Running, StartProxy, ledger_is_zero
 from tests.proxy.stub_engine import StubEngine

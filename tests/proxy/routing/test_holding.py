@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from policies.admission.room import WHOLE
 from policies.row import Row
 from policies.types import RequestView
 from proxy.fleet.instances import Instances
@@ -280,7 +281,7 @@ async def test_a_restart_in_a_fleet_of_one_model_divides_nothing() -> None:
     await turns()
     assert (first.running, held.running) == (True, False)
     gate = line.router.routing.gate
-    assert (gate.parts.each, gate.parts.of("m")) == ((), None)
+    assert (gate.parts.each, gate.parts.of("m")) == ((), WHOLE)
     await end(first, held)
     assert line.is_empty()
 

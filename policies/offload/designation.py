@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from policies.admission.accounts import SessionAccounts
+from collections.abc import Callable
+
 from policies.costs.book import CostBook
 from policies.offload.specialists import FleetLoad, Specialists
 from policies.snapshot import FleetSnapshot
@@ -11,7 +12,7 @@ from policies.types import Decision, RequestClass, RequestView
 
 def designate(
     specialists: Specialists,
-    accounts: SessionAccounts,
+    in_use: Callable[[float], tuple[int, int, float]],
     costs: CostBook,
     request: RequestView,
     fleet: FleetSnapshot,
@@ -23,6 +24,8 @@ def designate(
     """Count a context and a HEAVY prefill, and change the specialists by the fleet as it was decided on.
 
     Args:
+        in_use: by the time, the tokens of contexts in flight here and of those in use by other replicas, and the time
+            that evictions cost, as a share of one instance's.
         cached_tokens: of the prompt, where it is prefilled.
         memory: most contexts remembered.
     """
@@ -32,9 +35,9 @@ def designate(
         seconds = costs.prefill.seconds(new_tokens, cached_tokens) * costs.slowness.measured.get(on, 1.0)
         specialists.prefilled(on, seconds, now_s)
     if heavy or specialists.names:
-        remote, used = accounts.remote, specialists.contexts.working_set_tokens(accounts.active_tokens, now_s)
-        used += remote.active_tokens + remote.kept_tokens
+        active_tokens, elsewhere_tokens, lost = in_use(now_s)
+        used = specialists.contexts.working_set_tokens(active_tokens, now_s) + elsewhere_tokens
         pools = specialists.pools(views, now_s, heavy=heavy)
-        lost_share = accounts.losses.share(len(pools), now_s) + remote.lost_share(len(pools))
+        lost_share = lost / len(pools) if pools else 0.0
         load = FleetLoad.of(pools, specialists.share(now_s), used, lost_share)
         specialists.update(views, load, now_s, heavy=heavy)

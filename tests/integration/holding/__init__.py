@@ -1,0 +1,1 @@
+"""Holding behind the real proxy, with simulated engines in processes of their own."""
