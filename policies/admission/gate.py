@@ -42,11 +42,7 @@ from policies.types import RequestView
 LOOK_S = 1.0
 """Seconds between two looks at the line, apart from those that an event causes; a hold exceeds its bound by no more."""
 _FAILED = Admit(AdmissionReason.RULE_FAILED)
-
-
 OfferObserver = Callable[[RequestView, SessionView, AdmissionView, Admit | Hold], None]
-
-
 _NEW = Hold(AdmissionReason.LINE_FULL)
 """Stand-in for the answer to a request that is not held yet."""
 
@@ -147,9 +143,8 @@ class AdmissionGate:
         """The answer that ``offer`` would give; nothing is changed."""
         room = room.within(self._parts.of(model))
         place, waiting = self._place_of(request, room.part, now_s), self._held.by_part[room.part]
-        return self._ask(
-            request, 0.0, place, waiting, room, now_s, self._others(self.elsewhere.copy(), room.part, now_s)
-        )
+        others = self._others(self.elsewhere.copy(), room.part, now_s)
+        return self._ask(request, 0.0, place, waiting, room, now_s, others)
 
     def observe_offer(self, request: RequestView, room: Room, now_s: float, model: str | None = None) -> None:
         """Report a new request to ``on_offer`` that was sent without asking the rule; no session is changed."""
@@ -159,6 +154,11 @@ class AdmissionGate:
             room = room.within(self._parts.of(model))
             fleet = self._fleet_view(self._held.by_part[room.part], 0.0, room, now_s)
             self.on_offer(request, session, fleet, self.sent_at_once)
+
+    def by_part(self, room: Room, now_s: float) -> list[tuple[Part, AdmissionView]]:
+        """Each part of the fleet as its requests see it; empty: the fleet is one."""
+        held = self._held.by_part
+        return [(part, self._fleet_view(held[part], 0.0, room.within(part), now_s)) for part in self._parts.each]
 
     def line(self, now_s: float) -> list[Held]:
         """Held requests in the order in which they are looked at."""
@@ -371,7 +371,7 @@ class _Look:
         self._parts: dict[Part, tuple[Room, RoomElsewhere | None]] = {}
 
     def place(self, held: Held) -> LinePlace:
-        """LinePlace of the next request of the line."""
+        """The place of the next request of the line."""
         return self._places.next(held.request, self._gate.parts.of(held.model))
 
     def ask(self, held: Held, place: LinePlace, session: SessionView | None = None) -> Admit | Hold:

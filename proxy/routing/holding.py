@@ -148,8 +148,8 @@ class HoldingLine:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready: the rule, and the first held requests in the order of the line."""
-        now_s, decoders = time.monotonic(), self._decoders()
+        """JSON-ready: the rule, the first held requests in the order of the line, the parts of a divided fleet."""
+        now_s, room = time.monotonic(), self._router.state.room(self._decoders())
         return {
             "rule": self._gate.rule.name,
             "held": len(self),
@@ -162,7 +162,18 @@ class HoldingLine:
                     "held_s": round(now_s - held.since_s, 3),
                     **_shown(hold, held_sentence(hold, now_s - held.since_s)),
                 }
-                for held, hold in self._gate.reasons(_SHOWN, self._router.state.room(decoders), now_s)
+                for held, hold in self._gate.reasons(_SHOWN, room, now_s)
+            ],
+            "parts": [
+                {
+                    "instances": sorted(part),
+                    "held": view.held,
+                    "pool_tokens": view.pool_tokens,
+                    "active_tokens": view.active_tokens,
+                    "kept_tokens": view.kept_tokens,
+                    "recomputation_ratio": round(view.lost_share, 3),
+                }
+                for part, view in self._gate.by_part(room, now_s)
             ],
         }
 

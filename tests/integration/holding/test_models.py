@@ -68,6 +68,14 @@ async def test_overload_of_one_model_holds_no_session_of_another(start_cluster: 
         line = await held()
         assert len(line) >= 2
         assert set(line) < {"w1", "w2", "w3", "w4"}
+        small, large = (await cluster.client.get("/stats")).json()["holding"]["parts"]
+        assert [(part["instances"], part["held"]) for part in (small, large)] == [
+            (["inst-0"], len(line)),
+            (["inst-1"], 0),
+        ]
+        assert [part["pool_tokens"] for part in (small, large)] == [POOL_TOKENS, POOL_TOKENS]
+        assert small["active_tokens"] > POOL_TOKENS
+        assert large["active_tokens"] == 0
         await answered("other", "large", 50_000)
         rows = (await cluster.client.get("/breakdown", params={"session_id": "other"})).json()["rows"]
         assert [(row["instance"], row["admission"], row["held_s"]) for row in rows] == [("inst-1", "room", 0.0)]
