@@ -26,7 +26,7 @@ from proxy.fleet.instances import Instances
 from proxy.routing.admission import Admission, Seat
 from proxy.routing.hold_text import held_sentence, hold_reason, offer_sentence
 from proxy.routing.refusals import wait_too_long
-from proxy.routing.router import Router
+from proxy.routing.router import Router, session_of
 from proxy.settings import AdmissionSettings
 
 log = logging.getLogger("warmroute.admission")
@@ -158,7 +158,7 @@ class HoldingLine:
             "line": [
                 {
                     "request_id": held.request.request_id,
-                    "session_id": held.request.session_id,
+                    "session_id": session_of(held.request),
                     "held_s": round(now_s - held.since_s, 3),
                     **_shown(hold, held_sentence(hold, now_s - held.since_s)),
                 }

@@ -86,6 +86,29 @@ async def test_overload_of_one_model_holds_no_session_of_another(start_cluster: 
             await asyncio.gather(busy, *waiting)
 
 
+async def test_a_session_has_a_context_of_its_own_with_each_model(start_cluster: StartCluster) -> None:
+    """As Claude Code's, which sends short requests of a session to a small model between those to a large one."""
+    cluster = await start_cluster(
+        2,
+        *("--kv-capacity-tokens", str(POOL_TOKENS), "--max-model-len", str(POOL_TOKENS), "--engine-speed", "50"),
+        models=("small", "large"),
+        every={"role": "none", "bootstrap_url": None},
+    )
+
+    async def kept() -> dict[str, int]:
+        parts = (await cluster.client.get("/stats")).json()["holding"]["parts"]
+        return {part["instances"][0]: part["kept_tokens"] for part in parts}
+
+    headers = {"x-session-id": "s"}
+    for model, tokens in (("large", 2_400), ("small", 100), ("large", 2_500), ("small", 110)):
+        body = {"model": model, "prompt": list(range(tokens)), "max_tokens": 4}
+        answer = await cluster.client.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 200, answer.text
+    assert await kept() == {"inst-0": 110, "inst-1": 2_500}
+    rows = (await cluster.client.get("/breakdown", params={"session_id": "s"})).json()["rows"]
+    assert sorted(row["instance"] for row in rows) == ["inst-0", "inst-0", "inst-1", "inst-1"]
+
+
 def test_the_comparison_of_rules_with_two_models(tmp_path: Path) -> None:
     """The script of docs/admission.md, with traces of a few requests."""
     for name, sessions in (("first", 3), ("second", 2)):
