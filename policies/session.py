@@ -13,6 +13,7 @@ from policies.admission.base import MAX_HOLD_S, NO_INSTANCES, AdmissionRule, Adm
 from policies.admission.gate import AdmissionGate
 from policies.admission.line import Held
 from policies.admission.never_hold import NeverHold
+from policies.admission.room import ONE_PART, Parts
 from policies.classes import ClassThresholds
 from policies.decide import decide
 from policies.offload.base import OffloadPlanner
@@ -122,7 +123,7 @@ class RoutingSession:
         """Called with every decision and its snapshot after it was counted; None: by nobody."""
 
     def offer(
-        self, request: RequestView, instances: Collection[str], now_s: float, model: str | None = None
+        self, request: RequestView, instances: Collection[str], now_s: float, parts: Parts = ONE_PART
     ) -> Admit | Held:
         """Decide whether a new request is routed now; a ``Held`` one waits until ``admitted`` returns it.
 
@@ -130,20 +131,30 @@ class RoutingSession:
             request: the request.
             instances: those that may decode, whatever the model.
             now_s: monotonic or virtual time.
-            model: asked for, by which the gate knows its part of the fleet; None: not known.
+            parts: those of the fleet that have no model in common.
         """
         gate = self.gate
         if gate.never_holds:
             return gate.sent_at_once
-        return gate.offer(request, self.state.room(instances), now_s, model)
+        return gate.offer(request, self.state.room(instances, parts), now_s)
 
-    def admitted(self, instances: Collection[str], now_s: float, stuck: Collection[Held] = frozenset()) -> Held | None:
+    def admitted(
+        self,
+        instances: Collection[str],
+        now_s: float,
+        stuck: Collection[Held] = frozenset(),
+        parts: Parts = ONE_PART,
+    ) -> Held | None:
         """A held request that is to be routed now; call again until None, since each one that is routed takes room.
 
-        ``stuck``: requests that could not be routed now anyway.
+        Args:
+            instances: as in ``offer``.
+            now_s: as in ``offer``.
+            stuck: requests that could not be routed now anyway.
+            parts: as in ``offer``.
         """
         gate = self.gate
-        return gate.examine(self.state.room(instances), now_s, stuck) if gate else None
+        return gate.examine(self.state.room(instances, parts), now_s, stuck) if gate else None
 
     def set_admission(self, rule: AdmissionRule, max_hold_s: float, now_s: float) -> None:
         """Another rule or bound, also for requests held now."""

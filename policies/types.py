@@ -137,6 +137,18 @@ class RequestView(NamedTuple):
     """Session whose sub-agent sent the request, if it is one."""
     has_priority: bool = True
     """False for an API without the field ``priority``: engines that order their prefills compute it first."""
+    model: str | None = None
+    """Model or adapter that it asks for; None: not known, as in traces."""
+
+    @property
+    def context_id(self) -> str | None:
+        """Key of the session's context; None without a session.
+
+        A session that uses several models, as Claude Code's do, has a context with each: they share no KV.
+        """
+        if self.model is None or self.session_id is None:
+            return self.session_id
+        return f"{self.session_id}\x1f{self.model}"
 
 
 class QueuedPrefill(NamedTuple):

@@ -109,14 +109,7 @@ class Core:
         self.instances = Instances(settings.instances, settings.health)
         self.discovery = DiscoveryStatus(settings.discovery.source)
         self.model_lists = ModelLists(self.instances, self.get)
-        self.router = Router(
-            settings,
-            self.is_base_model,
-            self._sole_model,
-            self._is_served,
-            self._longest_context,
-            lambda: self.instances.served.parts,
-        )
+        self.router = Router(settings, self.is_base_model, self._sole_model, self._is_served, self._longest_context)
         self.events = EventSubscriber(settings.instances, settings.events, self.router.state.predictor.exact)
         self.tokens = Tokens(settings.tokenizer)
         self.metrics = Metrics()

@@ -292,7 +292,7 @@ class SessionAccounts:
         """
         if self._waiting:
             self.settle()
-        session_id = request.session_id
+        session_id = request.context_id
         account = None if session_id is None else self._kept.get(session_id)
         if session_id is None or (account is None and waited_s):
             return self.view(session_id, now_s, waited_s)
@@ -315,7 +315,7 @@ class SessionAccounts:
     def _count(self, turn: Turn) -> None:
         request, now_s, tokens = turn.request, turn.sent_s, turn.request.prompt_tokens
         self._seen_s = now_s
-        name = request.session_id or request.request_id
+        name = request.context_id or request.request_id
         homes = self.homes
         home = homes.by_name.get(turn.instance, homes.elsewhere)
         account = self._active.get(name)
@@ -350,7 +350,7 @@ class SessionAccounts:
         home.active_sessions += 1
         home.active_tokens += context_tokens
         turn.account = account
-        turn.before_tokens = before_tokens = account.computed_before(request) if request.session_id else 0
+        turn.before_tokens = before_tokens = account.computed_before(request) if request.context_id else 0
         if before_tokens > turn.cached_tokens:
             held_tokens = max(turn.cached_tokens, turn.elsewhere_tokens)
             self._losses.sent(turn.instance, turn.model, tokens, before_tokens, held_tokens, now_s)
@@ -369,13 +369,13 @@ class SessionAccounts:
         account.in_flight -= 1
         if account.in_flight:
             return
-        name = request.session_id or request.request_id
+        name = request.context_id or request.request_id
         del self._active[name]
         tokens, home = account.context_tokens, account.home
         self._active_tokens -= tokens
         home.active_sessions -= 1
         home.active_tokens -= tokens
-        if not request.session_id:  # nobody returns to it
+        if not request.context_id:  # nobody returns to it
             return
         account.since_s = now_s
         self._kept[name] = account

@@ -55,8 +55,8 @@ class AdmissionGate:
     (`policies.fairness`), each tenant's in this order. One that does not fit does not block the others. After
     ``max_hold_s`` it is sent regardless, so no request waits longer.
 
-    Each part of a fleet (``parts``) is judged by its own pools, contexts, losses and held requests: those for other
-    models neither hold a request nor make room for it.
+    Each part of a fleet (``Room.parts``) is judged by its own pools, contexts, losses and held requests: those for
+    other models neither hold a request nor make room for it.
 
     Where other replicas hold requests too (``elsewhere``), those of the same tenant that go before one of these get
     the room that there is first (`policies.admission.elsewhere`): each replica sends its own part of one line.
@@ -100,28 +100,20 @@ class AdmissionGate:
     def __len__(self) -> int:
         return len(self._line)
 
-    @property
-    def parts(self) -> Parts:
-        """Parts of the fleet, set by who knows which models its instances serve."""
-        return self._parts
+    def _for(self, request: RequestView, room: Room) -> Room:
+        """The room in the part of the fleet that serves a request's model; ``room``: that of the whole fleet."""
+        self._divide(room.parts)
+        return room.within(room.parts.of(request.model))
 
-    @parts.setter
-    def parts(self, parts: Parts) -> None:
+    def _divide(self, parts: Parts) -> None:
         if parts is not self._parts:
             self._held.divide(parts)
             self._flows.divide(self._parts, parts, self._held.by_model)
             self._parts = parts
 
-    def offer(self, request: RequestView, room: Room, now_s: float, model: str | None = None) -> Admit | Held:
-        """A new request: send it now, or hold it.
-
-        Args:
-            request: the request.
-            room: that of the whole fleet.
-            now_s: the time.
-            model: asked for; None: not known.
-        """
-        room = room.within(self._parts.of(model))
+    def offer(self, request: RequestView, room: Room, now_s: float) -> Admit | Held:
+        """A new request: send it now, or hold it. ``room``: that of the whole fleet."""
+        room = self._for(request, room)
         waiting = self._held.by_part[room.part]
         place = self._place_of(request, room.part, now_s) if self._explains or not self._selects else FIRST
         others = self._others(self.elsewhere, room.part, now_s)
@@ -131,7 +123,7 @@ class AdmissionGate:
             return answer
         if not waiting:
             self._flows.begin(room.part, now_s)
-        held = Held(request, now_s, answer, model)
+        held = Held(request, now_s, answer)
         held.number = next(self._numbers)
         self._line[held] = None
         self._held.add(held, room.part)
@@ -139,24 +131,25 @@ class AdmissionGate:
         self.shares.join(request.tenant, now_s)
         return held
 
-    def answer(self, request: RequestView, room: Room, now_s: float, model: str | None = None) -> Admit | Hold:
+    def answer(self, request: RequestView, room: Room, now_s: float) -> Admit | Hold:
         """The answer that ``offer`` would give; nothing is changed."""
-        room = room.within(self._parts.of(model))
+        room = self._for(request, room)
         place, waiting = self._place_of(request, room.part, now_s), self._held.by_part[room.part]
         others = self._others(self.elsewhere.copy(), room.part, now_s)
         return self._ask(request, 0.0, place, waiting, room, now_s, others)
 
-    def observe_offer(self, request: RequestView, room: Room, now_s: float, model: str | None = None) -> None:
+    def observe_offer(self, request: RequestView, room: Room, now_s: float) -> None:
         """Report a new request to ``on_offer`` that was sent without asking the rule; no session is changed."""
         if self.on_offer is not None:
             self.accounts.expire(now_s)
-            session = self.accounts.view(request.session_id, now_s)
-            room = room.within(self._parts.of(model))
+            session = self.accounts.view(request.context_id, now_s)
+            room = self._for(request, room)
             fleet = self._fleet_view(self._held.by_part[room.part], 0.0, room, now_s)
             self.on_offer(request, session, fleet, self.sent_at_once)
 
     def by_part(self, room: Room, now_s: float) -> list[tuple[Part, AdmissionView]]:
         """Each part of the fleet as its requests see it; empty: the fleet is one."""
+        self._divide(room.parts)
         held = self._held.by_part
         return [(part, self._fleet_view(held[part], 0.0, room.within(part), now_s)) for part in self._parts.each]
 
@@ -168,13 +161,13 @@ class AdmissionGate:
         """The ``count`` held requests of lowest rank in each part, and whether the session of each is kept."""
         lines = in_parts(self._line, self._parts).values()
         first = [held for line in lines for held in nsmallest(count, line, key=lambda each: rank_of(each, now_s))]
-        return [(held, self.accounts.view(held.request.session_id, now_s).kept) for held in first]
+        return [(held, self.accounts.view(held.request.context_id, now_s).kept) for held in first]
 
     def leave(self, held: Held) -> None:
         """The client of a held request has left."""
         if held in self._line:
             del self._line[held]
-            part = self._parts.of(held.model)
+            part = self._parts.of(held.request.model)
             self._held.remove(held, part)
             if part not in self._held.by_part:
                 self._flows.end(part)
@@ -189,6 +182,7 @@ class AdmissionGate:
             now_s: the time.
             stuck: requests that could not be sent now, for another reason than the rule's.
         """
+        self._divide(room.parts)
         if self._selects and not stuck:
             return self._examine_selected(room, now_s)
         look = _Look(self, self.elsewhere, room, now_s)
@@ -202,7 +196,7 @@ class AdmissionGate:
             else:
                 answer = look.ask(held, place)
             if isinstance(answer, Admit):
-                self._passed(answer, held.request, self._parts.of(held.model), now_s)
+                self._passed(answer, held.request, self._parts.of(held.request.model), now_s)
                 self.leave(held)
                 held.admitted = answer
                 return held
@@ -228,7 +222,7 @@ class AdmissionGate:
                 answer = look.ask(held, FIRST)
             if isinstance(answer, Admit):
                 sent, held.admitted = held, answer
-                self._passed(answer, held.request, self._parts.of(held.model), now_s)
+                self._passed(answer, held.request, self._parts.of(held.request.model), now_s)
                 break
         for session in index.held_before(kept, last if sent else (inf, 0), now_s):
             accounts.still_held(session, now_s)
@@ -259,10 +253,11 @@ class AdmissionGate:
 
         The reason of its offer for one that would be sent at the next look.
         """
+        self._divide(room.parts)
         found: list[tuple[Held, Hold]] = []
         look = _Look(self, self.elsewhere.copy(), room, now_s)
         for held in self.line(now_s)[:count]:
-            session = self.accounts.view(held.request.session_id, now_s, now_s - held.since_s)
+            session = self.accounts.view(held.request.context_id, now_s, now_s - held.since_s)
             answer = look.ask(held, look.place(held), session)
             found.append((held, answer if isinstance(answer, Hold) else held.hold))
         return found
@@ -273,13 +268,13 @@ class AdmissionGate:
             return ranked
         lines = in_parts(ranked, self._parts).items()
         turns = {part: iter(self.shares.interleaved(line, tenant_of, tokens_of, now_s)) for part, line in lines}
-        return [next(turns[self._parts.of(held.model)]) for held in ranked]
+        return [next(turns[self._parts.of(held.request.model)]) for held in ranked]
 
     def _place_of(self, request: RequestView, part: Part, now_s: float) -> LinePlace:
         """The place that a new request would have among those of the part."""
         if not self._line:
             return FIRST
-        line = [held for held in self._line if self._parts.of(held.model) is part]
+        line = [held for held in self._line if self._parts.of(held.request.model) is part]
         if not self.shares.contends(request.tenant):
             tokens = [held.request.prompt_tokens for held in line if rank_of(held, now_s) <= request.prompt_tokens]
             return LinePlace(len(tokens), sum(tokens), len(tokens))
@@ -372,12 +367,12 @@ class _Look:
 
     def place(self, held: Held) -> LinePlace:
         """The place of the next request of the line."""
-        return self._places.next(held.request, self._gate.parts.of(held.model))
+        return self._places.next(held.request, self._gate._parts.of(held.request.model))
 
     def ask(self, held: Held, place: LinePlace, session: SessionView | None = None) -> Admit | Hold:
         """The rule's answer for a held request."""
         gate, now_s = self._gate, self._now_s
-        room, others = self._of(gate.parts.of(held.model))
+        room, others = self._of(gate._parts.of(held.request.model))
         waiting = gate._held.by_part[room.part] - 1
         waited_s = now_s - held.since_s
         return gate._ask(held.request, waited_s, place, waiting, room, now_s, others, session=session)

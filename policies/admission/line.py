@@ -20,12 +20,10 @@ LEAST_WINDOW_S = 15.0
 class Held:
     """A held request."""
 
-    __slots__ = ("admitted", "hold", "model", "number", "request", "since_s")
+    __slots__ = ("admitted", "hold", "number", "request", "since_s")
 
-    def __init__(self, request: RequestView, since_s: float, hold: Hold, model: str | None = None) -> None:
+    def __init__(self, request: RequestView, since_s: float, hold: Hold) -> None:
         self.request = request
-        self.model = model
-        """Model that it asks for; None: not known."""
         self.since_s = since_s
         self.hold = hold
         """Reason for its wait, as of the offer; ``AdmissionGate.reasons`` has that of now."""
@@ -78,14 +76,15 @@ class HeldCounts:
 
     def add(self, held: Held, part: Part) -> None:
         """It is held from now on."""
-        self.by_model[held.model] += 1
+        self.by_model[held.request.model] += 1
         self.by_part[part] += 1
 
     def remove(self, held: Held, part: Part) -> None:
         """It is held no longer."""
-        self.by_model[held.model] -= 1
-        if not self.by_model[held.model]:
-            del self.by_model[held.model]
+        model = held.request.model
+        self.by_model[model] -= 1
+        if not self.by_model[model]:
+            del self.by_model[model]
         self.by_part[part] -= 1
         if not self.by_part[part]:
             del self.by_part[part]
@@ -169,7 +168,7 @@ def in_parts(line: Iterable[Held], parts: Parts) -> dict[Part, list[Held]]:
     """The requests of each part, in the order of the line."""
     found: dict[Part, list[Held]] = {}
     for held in line:
-        found.setdefault(parts.of(held.model), []).append(held)
+        found.setdefault(parts.of(held.request.model), []).append(held)
     return found
 
 

@@ -19,7 +19,7 @@ class Residency:
 
     def evicted(self, request: RequestView, before_tokens: int, now_s: float) -> bool:
         """True if the session's instance has evicted over half of the first ``before_tokens`` tokens of its prompt."""
-        instance = self._sessions.instance_of(request.session_id or "", now_s)
+        instance = self._sessions.instance_of(request.context_id or "", now_s)
         if instance is None or not before_tokens:
             return False
         blocks = self._predictor.match_one(instance, request)

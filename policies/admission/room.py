@@ -12,26 +12,17 @@ WHOLE: Part = frozenset()
 """The whole fleet."""
 
 
-class Room(NamedTuple):
-    """The instances that can be chosen, as a whole."""
+_Group = tuple[set[str], list[str]]
+"""Models and instances of a part."""
 
-    pool_tokens: int
-    """Their KV pools; 0: unknown."""
-    instances: int
-    prefilling: int = 0
-    """Requests in flight on them without a first token yet."""
-    each: tuple[tuple[str, int, int], ...] = ()
-    """Name, KV pool (0: unknown) and ``prefilling`` of each."""
-    part: Part = WHOLE
-    """Part of the fleet that they are the candidates of."""
 
-    def within(self, part: Part) -> Room:
-        """Those of a part. O(instances)."""
-        if part is WHOLE:
-            return self
-        each = tuple([one for one in self.each if one[0] in part])
-        pools = [pool for _, pool, _ in each]
-        return Room(sum(pools) if all(pools) else 0, len(each), sum([waiting for _, _, waiting in each]), each, part)
+def _joined(one: _Group, other: _Group) -> _Group:
+    """Both as one; the larger is changed."""
+    if len(one[0]) < len(other[0]):
+        one, other = other, one
+    one[0].update(other[0])
+    one[1].extend(other[1])
+    return one
 
 
 class Parts(NamedTuple):
@@ -48,34 +39,29 @@ class Parts(NamedTuple):
 
     @classmethod
     def of_fleet(cls, models: Mapping[str, Collection[str]]) -> Parts:
-        """Divide a fleet. O(models of all instances).
+        """Divide a fleet. O(instances times parts + models of all instances).
 
         Args:
             models: what each instance serves; one that serves none, as after a restart, belongs to no part.
         """
-        first: dict[str, str] = {}
-        """One instance of each model."""
-        next_of: dict[str, str] = {}
-        """Another instance of the same part, closer to its last one."""
-
-        def last(name: str) -> str:
-            while name in next_of:
-                name = next_of[name]
-            return name
-
+        groups: list[_Group] = []
         for name, served in models.items():
-            for model in served:
-                mine, other = last(name), last(first.setdefault(model, name))
-                if mine != other:
-                    next_of[mine] = other
-        groups: dict[str, list[str]] = {}
-        for name, served in models.items():
-            if served:
-                groups.setdefault(last(name), []).append(name)
+            if not served:
+                continue
+            mine: _Group = set(served), [name]
+            apart: list[_Group] = []
+            for group in groups:
+                if group[0].isdisjoint(served):
+                    apart.append(group)
+                else:
+                    mine = _joined(mine, group)
+            groups = [*apart, mine]
         if len(groups) < 2:
             return ONE_PART
-        parts = {root: frozenset(group) for root, group in groups.items()}
-        return cls(tuple(parts.values()), {model: parts[last(name)] for model, name in first.items()})
+        of_model: dict[str, Part] = {}
+        for served, instances in groups:
+            of_model |= dict.fromkeys(served, frozenset(instances))
+        return cls(tuple(dict.fromkeys(of_model.values())), of_model)
 
     def of(self, model: str | None) -> Part:
         """Part that serves a model. ``WHOLE``: there is one part only, or the model is not known."""
@@ -83,3 +69,28 @@ class Parts(NamedTuple):
 
 
 ONE_PART = Parts()
+
+
+class Room(NamedTuple):
+    """The instances that can be chosen, as a whole."""
+
+    pool_tokens: int
+    """Their KV pools; 0: unknown."""
+    instances: int
+    prefilling: int = 0
+    """Requests in flight on them without a first token yet."""
+    each: tuple[tuple[str, int, int], ...] = ()
+    """Name, KV pool (0: unknown) and ``prefilling`` of each."""
+    part: Part = WHOLE
+    """Part of the fleet that they are the candidates of."""
+    parts: Parts = ONE_PART
+    """Parts of the whole fleet."""
+
+    def within(self, part: Part) -> Room:
+        """Those of a part. O(instances)."""
+        if part is WHOLE:
+            return self
+        each = tuple([one for one in self.each if one[0] in part])
+        pools = [pool for _, pool, _ in each]
+        prefilling = sum([waiting for _, _, waiting in each])
+        return Room(sum(pools) if all(pools) else 0, len(each), prefilling, each, part, self.parts)

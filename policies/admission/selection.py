@@ -51,18 +51,18 @@ class HeldIndex(Generic[Item]):
         """A request is held from now on."""
         insort(self._by_tokens, (request.prompt_tokens, number))
         self._by_number[number] = held, request, since_s
-        if request.session_id is not None:
-            self._by_session.setdefault(request.session_id, {})[number] = None
+        if request.context_id is not None:
+            self._by_session.setdefault(request.context_id, {})[number] = None
 
     def remove(self, number: int) -> None:
         """It is held no longer."""
         _, request, _ = self._by_number.pop(number)
         del self._by_tokens[bisect_left(self._by_tokens, (request.prompt_tokens, number))]
-        if request.session_id is not None:
-            numbers = self._by_session[request.session_id]
+        if request.context_id is not None:
+            numbers = self._by_session[request.context_id]
             del numbers[number]
             if not numbers:
-                del self._by_session[request.session_id]
+                del self._by_session[request.context_id]
 
     @property
     def sessions(self) -> KeysView[str]:

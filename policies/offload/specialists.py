@@ -166,7 +166,7 @@ class Specialists:
         `RecentContexts.sent`, with the request as its own session if it has none.
         """
         self.began(now_s)
-        session, tokens = request.session_id or request.request_id, request.prompt_tokens
+        session, tokens = request.context_id or request.request_id, request.prompt_tokens
         return self.contexts.sent(session, instance, tokens, now_s, memory, request.request_id, heavy=heavy)
 
     def contexts_without(self, session: str) -> ContextsView:

@@ -175,7 +175,7 @@ async def _explain(
     whose = NO_TENANT if tenant is None else core.tenants.of_name(tenant)
     agent = agent_of(headers)
     request = core.router.view(parsed, "explain", session.session_id, whose, agent, session.parent_id)
-    admission = core.holding.answer(request, parsed.fields.model)
+    admission = core.holding.answer(request)
     room_on = admission.instances if isinstance(admission, Admit) else NO_INSTANCES
     needed = parsed.context_tokens(request.prompt_tokens)
     try:

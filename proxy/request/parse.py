@@ -227,6 +227,7 @@ def request_view(
         agent=agent,
         parent_session_id=parent_session_id,
         has_priority=parsed.endpoint is not Endpoint.MESSAGES,
+        model=parsed.fields.model,
     )
 
 

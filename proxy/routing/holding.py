@@ -11,14 +11,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Set
 from enum import StrEnum
 from typing import Any, NamedTuple
 
 from policies.admission.base import NO_INSTANCES, AdmissionReason, Admit, Hold
 from policies.admission.gate import LOOK_S
 from policies.admission.line import Held
-from policies.admission.room import ONE_PART
+from policies.admission.room import ONE_PART, Parts, Room
 from policies.registry import parameters
 from policies.row import Row
 from policies.types import RequestView
@@ -26,7 +26,7 @@ from proxy.fleet.instances import Instances
 from proxy.routing.admission import Admission, Seat
 from proxy.routing.hold_text import held_sentence, hold_reason, offer_sentence
 from proxy.routing.refusals import wait_too_long
-from proxy.routing.router import Router, session_of
+from proxy.routing.router import Router
 from proxy.settings import AdmissionSettings
 
 log = logging.getLogger("warmroute.admission")
@@ -108,14 +108,13 @@ class HoldingLine:
         if self._gate.never_holds:
             row.admission = AdmissionReason.NEVER_HOLDS
             if self._gate.on_offer is not None:
-                room = self._router.state.room(self._decoders())
-                self._gate.observe_offer(request, room, time.monotonic(), seat.model)
+                self._gate.observe_offer(request, self._room(), time.monotonic())
             return None
-        decoders = self._decoders()
+        decoders = self._instances.decoders()
         lacking = self._instances.served.lacking(seat.model) if seat.model is not None else NO_INSTANCES
         if decoders <= lacking:
             return None  # routing rejects it
-        answer = self._router.routing.offer(request, decoders, time.monotonic(), seat.model)
+        answer = self._router.routing.offer(request, decoders, time.monotonic(), self._parts(decoders))
         if isinstance(answer, Admit):
             row.admission, seat.room_on = answer.reason, answer.instances
             return None
@@ -137,9 +136,10 @@ class HoldingLine:
         loop, rest_s = asyncio.get_running_loop(), self._rests_until_s - time.monotonic()
         self._look_handle = loop.call_soon(self._look) if rest_s <= 0 else loop.call_later(rest_s, self._look)
 
-    def answer(self, request: RequestView, model: str | None) -> Admit | Hold:
-        """The answer that a request for a model (None: not known) would get now; nothing is counted."""
-        return self._router.would_admit(request, self._decoders(), model)
+    def answer(self, request: RequestView) -> Admit | Hold:
+        """The answer that a request would get now; nothing is counted."""
+        decoders = self._instances.decoders()
+        return self._router.would_admit(request, decoders, self._parts(decoders))
 
     def explained(self, answer: Admit | Hold) -> dict[str, Any]:
         """An answer of ``answer``, JSON-ready."""
@@ -149,7 +149,7 @@ class HoldingLine:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready: the rule, the first held requests in the order of the line, the parts of a divided fleet."""
-        now_s, room = time.monotonic(), self._router.state.room(self._decoders())
+        now_s, room = time.monotonic(), self._room()
         return {
             "rule": self._gate.rule.name,
             "held": len(self),
@@ -158,7 +158,7 @@ class HoldingLine:
             "line": [
                 {
                     "request_id": held.request.request_id,
-                    "session_id": session_of(held.request),
+                    "session_id": held.request.session_id,
                     "held_s": round(now_s - held.since_s, 3),
                     **_shown(hold, held_sentence(hold, now_s - held.since_s)),
                 }
@@ -252,13 +252,14 @@ class HoldingLine:
 
     def _send_admitted(self, now_s: float) -> bool:
         """Send until the rule holds the rest, there is no room, or the time is over; False in the last case."""
-        decoders, full = self._decoders(), self._admission.queued_models()
+        decoders, full = self._instances.decoders(), self._admission.queued_models()
         full.update(
             model for model in {each.seat.model for each in self._waiters.values()} if not self._may_decode(model)
         )
+        parts = self._parts(decoders)
         while True:
             stuck = {waiter.held for waiter in self._waiters.values() if waiter.seat.model in full} if full else ()
-            held = self._router.routing.admitted(decoders, now_s, stuck)
+            held = self._router.routing.admitted(decoders, now_s, stuck, parts)
             if held is None:
                 return True
             assert held.admitted is not None
@@ -295,12 +296,16 @@ class HoldingLine:
             waiter.sent.set_result(admitted.reason)
         return room
 
-    def _decoders(self) -> set[str]:
-        """Names of the instances that may decode, whatever the model; the gate learns which of them belong together."""
-        decoders, served = self._instances.decoders(), self._instances.served
+    def _parts(self, decoders: Set[str]) -> Parts:
+        """Parts of the fleet that have no model in common."""
+        served = self._instances.served
         # An instance whose models are not known may serve any: then nothing is apart.
-        self._gate.parts = served.parts if decoders <= served.listed else ONE_PART
-        return decoders
+        return served.parts if decoders <= served.listed else ONE_PART
+
+    def _room(self) -> Room:
+        """That of the instances that may decode, whatever the model."""
+        decoders = self._instances.decoders()
+        return self._router.state.room(decoders, self._parts(decoders))
 
     def _may_decode(self, model: str | None) -> bool:
         return not self._instances.healthy(model) <= self._router.state.producers

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any
 
 from policies.admission.base import NO_INSTANCES, Admit, Hold
-from policies.admission.room import ONE_PART, Parts
+from policies.admission.room import Parts
 from policies.hotspots import HotspotTracker
 from policies.ledger import Ledger
 from policies.offload.base import OffloadPlanner
@@ -50,13 +50,6 @@ log = logging.getLogger("warmroute.policy")
 
 _PRIORITY = frozenset({"priority"})
 _NO_PRODUCERS: frozenset[str] = frozenset()
-_WITH = "\x1f"
-"""Between session and model: neither has such a character, unless a client means to."""
-
-
-def session_of(request: RequestView) -> str | None:
-    """The client's session of a request that a router has made (`Router.view`)."""
-    return None if request.session_id is None else request.session_id.partition(_WITH)[0]
 
 
 class Router:
@@ -69,17 +62,12 @@ class Router:
         sole_model: Callable[[], str | None] = lambda: None,
         is_served: Callable[[str], bool] = lambda _: False,
         longest_context: Callable[[str], int | None] = lambda _: None,
-        parts: Callable[[], Parts] = lambda: ONE_PART,
     ) -> None:
         """``is_base_model``: True if the fleet serves a model name without an adapter; ``sole_model``: its only one;
-        ``is_served``: True if an engine lists the name; ``longest_context``: most tokens that an engine accepts for it;
-        ``parts``: those of the fleet that have no model in common.
+        ``is_served``: True if an engine lists the name; ``longest_context``: most tokens that an engine accepts for it.
         """
         self._longest_context = longest_context
         self._is_served = is_served
-        self._parts = parts
-        self._divided = False
-        """The fleet has had parts; stays so, or a restart would make all sessions new ones."""
         self.aliases = ModelAliases(settings.models.aliases, is_served)
         """Further names of models."""
         self._sole_model = sole_model
@@ -197,15 +185,7 @@ class Router:
         agent: str | None = None,
         parent_session_id: str | None = None,
     ) -> RequestView:
-        """The request's view for policies.
-
-        Where instances serve different models, a session has a context of its own with each: its pin and its account
-        are those of session and model (``session_of`` gives the client's session again).
-        """
-        self._divided = self._divided or bool(self._parts().each)
-        model = parsed.fields.model
-        if self._divided and session_id is not None and model is not None:
-            session_id = f"{session_id}{_WITH}{model}"
+        """The request's view for policies."""
         request = request_view(
             parsed,
             request_id,
@@ -252,12 +232,12 @@ class Router:
         policies = self.known_policies | {self.policy.name: self.policy}
         return self.routing.explain(request, policies, decoders, producers, time.monotonic(), room_on)
 
-    def would_admit(self, request: RequestView, decoders: Collection[str], model: str | None) -> Admit | Hold:
+    def would_admit(self, request: RequestView, decoders: Collection[str], parts: Parts) -> Admit | Hold:
         """The admission rule's answer to a new request; nothing is counted, not even a failure of the rule."""
         gate, state = self.routing.gate, self.state
         gate.guard.on_failure = _ignore_failure
         try:
-            return gate.answer(request, state.room(decoders), time.monotonic(), model)
+            return gate.answer(request, state.room(decoders, parts), time.monotonic())
         finally:
             gate.guard.on_failure = self._rule_failed
 

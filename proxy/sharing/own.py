@@ -169,9 +169,8 @@ class OwnState:
             {name: share for name, lost in accounts.losses.shares(now_s).items() if (share := round(lost, 2))},
             len(self._gate),
             tuple(
-                _HeldRow(
-                    held.number, held.request.prompt_tokens, held.since_s, kept, held.request.tenant.name, held.model
-                )
+                _HeldRow(held.number, ask.prompt_tokens, held.since_s, kept, ask.tenant.name, ask.model)
                 for held, kept in (self._gate.first(_FIRST_HELD, now_s) if self._gate else ())
+                for ask in (held.request,)
             ),
         )

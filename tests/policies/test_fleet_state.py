@@ -301,6 +301,17 @@ def test_a_session_is_pinned_to_where_it_decodes(session_id: str | None) -> None
     assert look(state, request).pinned == ("inst-1" if session_id else None)
 
 
+def test_a_session_has_a_pin_and_a_context_with_each_model() -> None:
+    """Claude Code sends short requests of a session to a small model between those to a large one."""
+    state = state_of()
+    large, small = ask_new(1, session_id="s", model="large"), ask_new(2, 160, session_id="s", model="small")
+    commit(state, large, "inst-1").release(1.0)
+    commit(state, small, "inst-2", now_s=1.0).release(2.0)
+    assert (look(state, large, 2.0).pinned, look(state, small, 2.0).pinned) == ("inst-1", "inst-2")
+    views = [state.accounts.view(request.context_id, 2.0) for request in (large, small)]
+    assert [(view.kept, view.context_tokens) for view in views] == [(True, 1_600), (True, 160)]
+
+
 def test_a_short_prompt_holds_its_class_when_all_its_blocks_are_held() -> None:
     state = state_of(2)
     commit(state, ask_ids(list(range(33))), "inst-0")

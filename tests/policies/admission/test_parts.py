@@ -13,7 +13,7 @@ from policies.admission.base import AdmissionReason, AdmissionRule, Admit
 from policies.admission.elsewhere import HeldElsewhere
 from policies.admission.gate import AdmissionGate
 from policies.admission.line import Held
-from policies.admission.room import ONE_PART, WHOLE, Parts
+from policies.admission.room import ONE_PART, WHOLE, Parts, Room
 from policies.admission.session_cap import SessionCap
 from policies.admission.working_set import WorkingSet
 from policies.costs.formulas import PrefillModel
@@ -86,7 +86,7 @@ class Fleet:
             self.state.add_instance(name)
             self.state.set_capacity(name, POOL_BLOCKS * BLOCK, BLOCK)
         self.gate = AdmissionGate(rule, self.state.accounts, 40.0)
-        self.gate.parts = parts
+        self.parts = parts
         self.sent: dict[str, list[tuple[str, Admit, float]]] = {model: [] for model in INSTANCES}
         self.waits: dict[str, list[tuple[str, int, float]]] = {model: [] for model in INSTANCES}
         self.flying: dict[str, list[Commitment]] = {model: [] for model in INSTANCES}
@@ -96,18 +96,21 @@ class Fleet:
         if self.flying[model]:
             self.flying[model].pop(0).release(now_s)
 
+    def room(self) -> Room:
+        return self.state.room(self.instances, self.parts)
+
     def look(self, now_s: float) -> None:
-        while (held := self.gate.examine(self.state.room(self.instances), now_s)) is not None:
+        while (held := self.gate.examine(self.room(), now_s)) is not None:
             assert held.admitted is not None
-            self._send(held.request, held.model or "", held.admitted, now_s)
+            self._send(held.request, held.request.model or "", held.admitted, now_s)
 
     def arrive(self, step: Step, now_s: float) -> None:
         session = f"{step.model}{step.session}"
         turn = self._turns[session] = self._turns.get(session, 0) + 1
         first = (ord(step.model) * 10 + step.session) * 1_000
         hashes = tuple(range(first, first + step.blocks))
-        request = RequestView(f"{session}-{turn}", step.blocks * BLOCK, hashes, float(BLOCK), session_id=session)
-        answer = self.gate.offer(request, self.state.room(self.instances), now_s, step.model)
+        request = RequestView(f"{session}-{turn}", step.blocks * BLOCK, hashes, float(BLOCK), session, model=step.model)
+        answer = self.gate.offer(request, self.room(), now_s)
         if isinstance(answer, Held):
             self.waits[step.model].append((request.request_id, answer.hold.behind, answer.hold.expected_wait_s))
         else:
@@ -185,8 +188,8 @@ def fleet_with_contexts(rule: AdmissionRule) -> Fleet:
 
 
 def offer(fleet: Fleet, model: str, blocks: int) -> Admit | Held:
-    request = RequestView(f"new-{model}", blocks * BLOCK, session_id=f"new-{model}")
-    return fleet.gate.offer(request, fleet.state.room(fleet.instances), 1.0, model)
+    request = RequestView(f"new-{model}", blocks * BLOCK, session_id=f"new-{model}", model=model)
+    return fleet.gate.offer(request, fleet.room(), 1.0)
 
 
 def test_requests_that_other_replicas_hold_count_in_their_part_only() -> None:
@@ -223,7 +226,7 @@ def test_the_flow_of_held_requests_survives_a_change_of_their_part() -> None:
         fleet.end("a", second)
         fleet.look(second)
     for number, parts in enumerate((PARTS, Parts.of_fleet({"a0": ["a"], "b0": ["b"]}), ONE_PART, PARTS), 8):
-        fleet.gate.parts = parts
+        fleet.parts = parts
         fleet.arrive(Step("a", number, 10, 0.0, None), 30.0)
         _, behind, expected_s = fleet.waits["a"][-1]
         assert expected_s == pytest.approx((behind + 1) * 160 * 30.0 / (3 * 160))
@@ -234,11 +237,11 @@ def test_a_flow_ends_with_the_line_of_its_part_however_the_parts_change() -> Non
     fleet = Fleet(SessionCap(sessions=1, keep_s=0.0), ["a0", "a1", "b0", "b1", "b2"])
     for number in range(2):
         fleet.arrive(Step("a", number, 10, 0.0, None), 0.0)
-    fleet.gate.parts = PARTS
+    fleet.parts = PARTS
     fleet.end("a", 1.0)
     fleet.look(1.0)
     assert not len(fleet.gate)
-    fleet.gate.parts = ONE_PART
+    fleet.parts = ONE_PART
     for number in range(2, 5):
         fleet.arrive(Step("a", number, 10, 0.0, None), 100.0)
     assert [expected_s for _, _, expected_s in fleet.waits["a"]] == [0.0] * 4
@@ -252,10 +255,11 @@ def test_tenants_of_a_part_take_turns_as_if_it_were_alone() -> None:
             fleet.arrive(Step(model, 0, 10, 0.0, None), 0.0)
         waiting = [("a", "x", 320)] * others + [("b", "x", 480), ("b", "y", 12_800)]
         for number, (model, tenant, tokens) in enumerate(waiting):
-            request = RequestView(f"{tenant}{number - others}", tokens, session_id=f"w{number}", tenant=Tenant(tenant))
-            answer = fleet.gate.offer(request, fleet.state.room(fleet.instances), 1.0, model)
+            name, of = f"{tenant}{number - others}", Tenant(tenant)
+            request = RequestView(name, tokens, session_id=f"w{number}", tenant=of, model=model)
+            answer = fleet.gate.offer(request, fleet.room(), 1.0)
             assert isinstance(answer, Held)
-        lines.append([held.request.request_id for held in fleet.gate.line(2.0) if held.model == "b"])
+        lines.append([held.request.request_id for held in fleet.gate.line(2.0) if held.request.model == "b"])
     assert lines == [["x0", "y1"]] * 2
 
 

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from policies.admission.room import WHOLE
 from policies.row import Row
 from policies.types import RequestView
 from proxy.fleet.instances import Instances
@@ -74,7 +73,7 @@ class Client:
         self._model = model
         self.row = Row(f"r{number}", "/v1/completions", 0.0)
         hashes = tuple(range(number * 10 + 1, number * 10 + 7))
-        self._request = RequestView(f"r{number}", 100, hashes, session_id=session)
+        self._request = RequestView(f"r{number}", 100, hashes, session_id=session, model=model)
         self._released = asyncio.Event()
         self.running = False
         self.task = asyncio.create_task(self._run())
@@ -280,8 +279,7 @@ async def test_a_restart_in_a_fleet_of_one_model_divides_nothing() -> None:
     first, held = line.start(0, "s0", "m"), line.start(1, "s1", "m")
     await turns()
     assert (first.running, held.running) == (True, False)
-    gate = line.router.routing.gate
-    assert (gate.parts.each, gate.parts.of("m")) == ((), WHOLE)
+    assert line.holding.as_dict()["parts"] == []
     await end(first, held)
     assert line.is_empty()
 
