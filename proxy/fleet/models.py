@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Set
+from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -20,7 +21,8 @@ class NoModelListError(ValueError):
     """An answer to ``GET /v1/models`` that is not a list of models."""
 
 
-class ModelList(NamedTuple):
+@dataclass(frozen=True)
+class ModelList:
     """One engine's list. An adapter's card names its parent; an alias (``--served-model-name``) has its own."""
 
     cards: tuple[dict[str, Any], ...] = ()
@@ -41,12 +43,12 @@ class ModelList(NamedTuple):
         names = frozenset(card["id"] for card in cards)
         return cls(cards, names, frozenset(card["id"] for card in cards if card.get("parent") is not None))
 
-    @property
+    @cached_property
     def base(self) -> frozenset[str]:
         """Names of models that are not adapters."""
         return self.names - self.adapters
 
-    @property
+    @cached_property
     def lengths(self) -> dict[str, int]:
         """Longest context (prompt and output) in tokens of each model that reports it, or whose base model does."""
         own = {card["id"]: n for card in self.cards if isinstance(n := card.get("max_model_len"), int)}
@@ -107,7 +109,9 @@ class ServedModels:
     @cached_property
     def parts(self) -> Parts:
         """Parts of the fleet that have no model in common, of those that list their models."""
-        return Parts.of_fleet({name: models.names for name, models in self._lists.items()})
+        # Adapters, which may be thousands, can only join parts.
+        by_base = Parts.of_fleet({name: models.base for name, models in self._lists.items()})
+        return Parts.of_fleet({name: models.names for name, models in self._lists.items()}) if by_base.each else by_base
 
     def longest(self, model: str) -> int | None:
         """The longest context in tokens that an instance accepts; None: one that may serve the model reports none.

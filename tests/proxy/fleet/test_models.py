@@ -74,17 +74,24 @@ def test_contexts_are_read_once_for_each_engine_however_many_adapters_it_has(mon
         name: listing({"id": "m", "max_model_len": length}, *adapters) for name, length in (("a", 100), ("b", 200))
     }
     read: list[ModelList] = []
-    lengths = ModelList.lengths.fget  # type: ignore[attr-defined]
+    lengths = ModelList.__dict__["lengths"].func
 
     def counted(models: ModelList) -> dict[str, int]:
         read.append(models)
-        found: dict[str, int] = lengths(models)
-        return found
+        return lengths(models)
 
     monkeypatch.setattr(ModelList, "lengths", property(counted))
     served = ServedModels(lists)
     assert len(read) == len(lists)
     assert served.lacking("lora-7", 150) == {"a"}
+
+
+def test_adapters_join_what_base_models_divide() -> None:
+    small, large = {"id": "small"}, {"id": "large"}
+    lists = {"a": listing(small, {"id": "x", "parent": "small"}), "b": listing(large, {"id": "y", "parent": "large"})}
+    assert set(ServedModels(lists).parts.each) == {frozenset("a"), frozenset("b")}
+    lists["c"] = listing(large, {"id": "x", "parent": "large"})
+    assert ServedModels(lists).parts.each == ()
 
 
 def test_an_engine_of_unknown_context_keeps_what_the_known_ones_refuse() -> None:
