@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
+import psutil
 
 from bench.soak.hostile import HostileCounts, HostileOrder, hostile_slice
 from bench.soak.load import Clients
@@ -72,6 +73,15 @@ async def soak(plan: SoakPlan, folder: Path) -> SoakResult:
         await stop([proxy, *engines])
 
 
+async def _process_of(proxy: ManagedProcess) -> psutil.Process:
+    """The proxy's process. A look may miss it where the clock is set meanwhile; raises SoakError if all do."""
+    for _ in range(50):
+        if tree := proxy.tree():
+            return tree[0]
+        await asyncio.sleep(0.1)
+    raise SoakError(f"the proxy's process is not found:\n{proxy.log_tail(30)}")
+
+
 async def _measured(
     plan: SoakPlan,
     folder: Path,
@@ -80,7 +90,7 @@ async def _measured(
     proxy: ManagedProcess,
     clients: Clients,
 ) -> SoakResult:
-    sampler = Sampler(proxy.tree()[0])
+    sampler = Sampler(await _process_of(proxy))
     before = sampler.now()
     reaper = Reaper(engines, plan)
     started_s = time.monotonic()
