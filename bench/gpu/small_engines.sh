@@ -18,11 +18,12 @@
 # waiting prompts in the order that the proxy gives), MPS (0; 1: an engine has 1/PER_GPU of the GPU's multiprocessors for
 # itself by CUDA's Multi-Process Service, instead of all of them in turns), PARTS (with MPS=1: percentages of a GPU's
 # multiprocessors, one for each of its PER_GPU engines, such as 40,40,10,10: engines of different speed), LONG_PREFILL
-# (0; most tokens of a step for one prompt), MAX_NUM_SEQS (32; requests that an engine computes together), and SIMULATED=1
-# (simulated engines of the same pool and blocks instead, to rehearse without a GPU; ENGINE_SPEED times as fast, timed by
-# the hardware profile PROFILE, h20).
+# (0; most tokens of a step for one prompt), MAX_NUM_SEQS (32; requests that an engine computes together), NAMES (names of
+# the served model, such as first,second, one for each equal part of the engines in their order; default one model), and
+# SIMULATED=1 (simulated engines of the same pool and blocks instead, to rehearse without a GPU; ENGINE_SPEED times as
+# fast, timed by the hardware profile PROFILE, h20).
 set -euo pipefail
-[ $# -eq 1 ] || { sed -n '2,23p' "$0"; exit 2; }
+[ $# -eq 1 ] || { sed -n '2,24p' "$0"; exit 2; }
 output=$(mkdir -p "$1" && cd "$1" && pwd)
 cd "$(dirname "$0")/../.."
 python=${ENGINE_PYTHON:-python3} model=${MODEL:-Qwen/Qwen3-0.6B} per_gpu=${PER_GPU:-4} longest=${MAX_MODEL_LEN:-130000}
@@ -47,6 +48,12 @@ if [ -n "${PARTS:-}" ]; then
   done
   [ ${#parts[@]} = "$per_gpu" ] || { echo "PARTS: ${#parts[@]} values for PER_GPU=$per_gpu engines"; exit 2; }
   [ "$sum" -le 100 ] || { echo "PARTS: $sum % of a GPU"; exit 2; }
+fi
+IFS=, read -r -a names <<< "${NAMES:-}"
+if [ -n "${NAMES:-}" ]; then
+  name='[A-Za-z0-9][A-Za-z0-9._/-]*'
+  [[ $NAMES =~ ^$name(,$name)*$ ]] || { echo "NAMES: names of models, separated by commas"; exit 2; }
+  [ $((count % ${#names[@]})) = 0 ] || { echo "NAMES: $count engines cannot be dealt equally to ${#names[@]} names"; exit 2; }
 fi
 case $transfer in none) role=none ;; tcp | nvlink) role=kv_both ;; *) echo "TRANSFER: none, tcp or nvlink"; exit 2 ;; esac
 shape=$("$python" bench/gpu/engine_shape.py --model "$model" --longest "$longest" --pool-bytes "$pool_bytes" \
@@ -88,8 +95,10 @@ for ((i = 0; i < count; i++)); do
     # Mooncake looks at the presence of this variable, not at its value.
     if [ "$transfer" = nvlink ]; then export MC_INTRANODE_NVLINK=1; else unset MC_INTRANODE_NVLINK; fi
   fi
+  served=()
+  [ -z "${NAMES:-}" ] || served=("${names[i * ${#names[@]} / count]}")
   if [ -n "${SIMULATED:-}" ]; then
-    setsid "$python" -m sim --port $((first + i)) --kv-capacity-tokens "$pool" --block-size "$block" --role "$role" \
+    setsid "$python" -m sim --port $((first + i)) "${served[@]/#/--model=}" --kv-capacity-tokens "$pool" --block-size "$block" --role "$role" \
       --scheduling-policy "$scheduling" --long-prefill-token-threshold "$threshold" --max-model-len "$longest" --max-num-seqs "${MAX_NUM_SEQS:-32}" --bootstrap-port $((first + 1200 + i)) --engine-speed "${ENGINE_SPEED:-1}" \
       --profile "${PROFILE:-h20}" --kv-events-port $((first + 1000 + i)) --kv-events-replay-port $((first + 1100 + i)) > "$output/engine-$i.log" 2>&1 < /dev/null &
   else
@@ -97,7 +106,7 @@ for ((i = 0; i < count; i++)); do
       export CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=${parts[i % per_gpu]:-$((100 / per_gpu))}
     fi
     CUDA_VISIBLE_DEVICES=$((i / per_gpu)) MASTER_PORT=$((first + 1300 + i)) VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 \
-      setsid "$python" -m vllm.entrypoints.openai.api_server --model "$model" --served-model-name q \
+      setsid "$python" -m vllm.entrypoints.openai.api_server --model "$model" --served-model-name "${served[0]:-q}" \
       --host 127.0.0.1 --port $((first + i)) --load-format "${LOAD_FORMAT:-auto}" --generation-config vllm \
       --attention-backend FLASH_ATTN -cc '{"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY"}' --max-num-seqs "${MAX_NUM_SEQS:-32}" \
       --scheduling-policy "$scheduling" --long-prefill-token-threshold "$threshold" --max-model-len "$longest" --hf-overrides "$overrides" --block-size "$block" \

@@ -116,6 +116,10 @@ def run(output: Path, **environment: str) -> subprocess.CompletedProcess[str]:
         ({"MPS": "1", "PARTS": "50,50"}, "PARTS: 2 values for PER_GPU=4 engines"),
         ({"MPS": "1", "PARTS": "60,50,5,5"}, "PARTS: 120 % of a GPU"),
         ({"MPS": "1", "PARTS": "50,,5,5"}, "PARTS: percentages from 1 to 99"),
+        ({"NAMES": "a,b,c"}, "NAMES: 4 engines cannot be dealt equally to 3 names"),
+        ({"NAMES": "a,,b"}, "NAMES: names of models, separated by commas"),
+        ({"NAMES": "a,b,"}, "NAMES: names of models, separated by commas"),
+        ({"NAMES": "-a,b c"}, "NAMES: names of models, separated by commas"),
     ],
 )
 def test_the_script_refuses_before_it_starts_an_engine(
@@ -127,8 +131,13 @@ def test_the_script_refuses_before_it_starts_an_engine(
     assert not (tmp_path / "pids").exists()
 
 
-@pytest.mark.parametrize(("starts", "parts"), [(True, ""), (True, "40,40,10,10"), (False, "")])
-def test_engines_that_share_multiprocessors_end_with_their_service(starts: bool, parts: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("starts", "parts", "names"),
+    [(True, "", ""), (True, "40,40,10,10", "small,large"), (False, "", "")],
+)
+def test_engines_that_share_multiprocessors_end_with_their_service(
+    starts: bool, parts: str, names: str, tmp_path: Path
+) -> None:
     service, engine, seen = tmp_path / "nvidia-cuda-mps-control", tmp_path / "python", tmp_path / "percentage"
     service.write_text(
         '#!/bin/sh\ntouch "$CUDA_MPS_PIPE_DIRECTORY/control"\nexec sleep 600\n'
@@ -138,7 +147,8 @@ def test_engines_that_share_multiprocessors_end_with_their_service(starts: bool,
     engine.write_text(
         f'#!/bin/sh\ncase "$1" in *.py) exec {sys.executable} "$@" ;; esac\n'
         # All have begun before the first one ends.
-        f'echo "$CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" >> {seen}\n'
+        'while [ "$1" != --served-model-name ]; do shift; done\n'
+        f'echo "$CUDA_MPS_ACTIVE_THREAD_PERCENTAGE $2" >> {seen}\n'
         f"until [ $(wc -l < {seen}) = 4 ]; do sleep 0.1; done\nexit 1\n"
     )
     for each in (service, engine):
@@ -149,6 +159,7 @@ def test_engines_that_share_multiprocessors_end_with_their_service(starts: bool,
             output,
             MPS="1",
             PARTS=parts,
+            NAMES=names,
             FIRST_PORT=str(free_port()),
             PER_GPU="4",
             GPUS="1",
@@ -161,7 +172,9 @@ def test_engines_that_share_multiprocessors_end_with_their_service(starts: bool,
         assert ("MPS did not start" in said, "no device" in said) == (not starts, not starts)
         assert seen.exists() == starts
         if starts:
-            assert sorted(seen.read_text().split()) == sorted(parts.split(",") if parts else ["25"] * 4)
+            served = ["small", "small", "large", "large"] if names else ["q"] * 4
+            expected = zip(parts.split(",") if parts else ["25"] * 4, served, strict=True)
+            assert sorted(seen.read_text().splitlines()) == sorted(" ".join(each) for each in expected)
             assert "instance 0 did not become ready" in said
             assert len((output / "pids").read_text().split()) == 5
 
