@@ -131,7 +131,7 @@ def test_the_comparison_of_rules_with_two_models(tmp_path: Path) -> None:
         "FIRST_PORT": str(free_ports(17)),
     }
     command = [
-        "bench/two_models.sh",
+        "bench/gpu/two_models.sh",
         str(tmp_path / "out"),
         *(str(tmp_path / f"{name}.jsonl") for name in ("first", "second")),
     ]
