@@ -97,6 +97,18 @@ def test_the_table_has_a_row_for_each_model_and_arm(tmp_path: Path) -> None:
     assert "no finished run of session_cap" in result.output
 
 
+def test_the_page_shows_the_kept_runs() -> None:
+    kept = ROOT / "docs" / "results" / "two-models-h200-mps"
+    result = CliRunner().invoke(app, ["table", str(kept), "never_hold", "before", "working_set"])
+    assert result.exit_code == 0, result.output
+    page = (ROOT / "docs" / "admission.md").read_text(encoding="utf-8")
+    for line in result.output.splitlines()[2:]:
+        _, model, arm, _, ok, e2e, ttft, longest, _, _, hits, held, _ = line.split("|")
+        assert ok.strip() in {"336/336", "180/180"}
+        shown = " `working_set`, before " if arm == " `before` " else arm
+        assert f"|{'|'.join((model, shown, e2e, ttft, longest, hits, held))}|" in page
+
+
 @pytest.mark.fleet
 def test_runs_on_engines_that_run_begin_with_empty_caches(tmp_path: Path) -> None:
     for name in ("first", "second"):
