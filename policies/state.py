@@ -298,7 +298,8 @@ class FleetState:
         self, request: RequestView, now_s: float, eligible: Collection[str], prefill_only: Collection[str] = ()
     ) -> FleetSnapshot:
         """Fleet snapshot for one request: ``eligible`` instances may decode, ``prefill_only`` ones only prefill."""
-        if self.shared is not None and request.context_id:
+        context_id = request.context_id
+        if self.shared is not None and context_id:
             self._learn_context(request, self.shared)
         matched = self.predictor.match(request, now_s)
         class_blocks = min(self.hotspots.class_blocks, len(request.block_hashes))
@@ -307,14 +308,14 @@ class FleetState:
         return FleetSnapshot(
             instances=views,
             sequence=self._sequence,
-            pinned=self.sessions.instance_of(request.context_id, now_s) if request.context_id else None,
+            pinned=self.sessions.instance_of(context_id, now_s) if context_id else None,
             hotspot=self.hotspots.view(request.block_hashes),
             offloads_in_flight=self.offloads_in_flight,
             broken_pairs=self.pairs.broken(now_s),
             costs=self.costs.at(now_s, eligible, prefill_only),
             prefill_instances=(*views, *viewer.views(self._instances, prefill_only)) if prefill_only else (),
             specialists=self.specialists.stretches(now_s),
-            contexts=self.specialists.contexts_without(request.context_id or request.request_id),
+            contexts=self.specialists.contexts_without(context_id or request.request_id),
         )
 
     def commit(
@@ -333,10 +334,10 @@ class FleetState:
             to_holder=chosen.holds_class,
             alarmed=is_hotspot(fleet.hotspot.share, holders, len(fleet.instances) - holders),
         )
-        if request.context_id:
-            self.sessions.pin(request.context_id, decision.decode_on, now_s)
+        if context_id := request.context_id:
+            self.sessions.pin(context_id, decision.decode_on, now_s)
             if self.shared is not None:
-                self.shared.ran(request.context_id, decision.decode_on, request.prompt_tokens, now_s)
+                self.shared.ran(context_id, decision.decode_on, request.prompt_tokens, now_s)
         prefill_lease, prefill = None, None
         added: dict[str, Insertion] = {}
         promised = self.predictor.promised()
@@ -359,7 +360,7 @@ class FleetState:
         workload = Workload.of(request, chosen, prefill, self.offloads_in_flight, self.costs.bytes_per_token)
         not_yet_on_decode = new_tokens - new_on_decode
         on, cached = (prefill or chosen)[:2]
-        elsewhere = fleet.cached_elsewhere(on) if request.context_id else 0
+        elsewhere = fleet.cached_elsewhere(on) if request.session_id else 0
         turn = self.accounts.sent(request, decision.decode_on, cached, self.costs.prefill, now_s, elsewhere)
         in_use, costs, memory = self.accounts.in_use, self.costs, TURNS_PER_INSTANCE * self.accounts.instances
         designate(self.specialists, in_use, costs, request, fleet, decision, cached, now_s, memory)

@@ -111,6 +111,10 @@ class Tenant(NamedTuple):
 NO_TENANT = Tenant()
 
 
+CONTEXT_SEPARATOR = "\x1f"
+"""Between session and model in the key of a context."""
+
+
 class RequestView(NamedTuple):
     """Properties of a request that policies may use."""
 
@@ -144,11 +148,11 @@ class RequestView(NamedTuple):
     def context_id(self) -> str | None:
         """Key of the session's context; None without a session.
 
-        A session that uses several models, as Claude Code's do, has a context with each: they share no KV.
+        A session that uses several models, as Claude Code's do, has a context with each: it sends each another prompt.
         """
-        if self.model is None or self.session_id is None:
+        if self.model is None or not self.session_id:
             return self.session_id
-        return f"{self.session_id}\x1f{self.model}"
+        return f"{self.session_id}{CONTEXT_SEPARATOR}{self.model}"
 
 
 class QueuedPrefill(NamedTuple):

@@ -292,23 +292,23 @@ class SessionAccounts:
         """
         if self._waiting:
             self.settle()
-        session_id = request.context_id
-        account = None if session_id is None else self._kept.get(session_id)
-        if session_id is None or (account is None and waited_s):
-            return self.view(session_id, now_s, waited_s)
+        name = request.context_id
+        account = None if name is None else self._kept.get(name)
+        if name is None or (account is None and waited_s):
+            return self.view(name, now_s, waited_s)
         if account is None:
-            if (past := self._past.get(session_id)) is not None:
+            if (past := self._past.get(name)) is not None:
                 past.gap_s = now_s - past.since_s
         elif waited_s:
-            self.still_held(session_id, now_s)
+            self.still_held(name, now_s)
         else:
             account.gap_s = now_s - account.since_s
             end = continued(account.ends, request.block_hashes)
             if end is not None and self._residency is not None:
                 before_tokens = int(end[0] * request.block_tokens)
                 if self._residency.evicted(request, before_tokens, now_s):
-                    self._forget(session_id, account)
-        return self.view(session_id, now_s, waited_s)
+                    self._forget(name, account)
+        return self.view(name, now_s, waited_s)
 
     # The two below run for every request, with a rule or without: long bodies with few calls.
 
@@ -350,7 +350,7 @@ class SessionAccounts:
         home.active_sessions += 1
         home.active_tokens += context_tokens
         turn.account = account
-        turn.before_tokens = before_tokens = account.computed_before(request) if request.context_id else 0
+        turn.before_tokens = before_tokens = account.computed_before(request) if request.session_id else 0
         if before_tokens > turn.cached_tokens:
             held_tokens = max(turn.cached_tokens, turn.elsewhere_tokens)
             self._losses.sent(turn.instance, turn.model, tokens, before_tokens, held_tokens, now_s)
@@ -375,7 +375,7 @@ class SessionAccounts:
         self._active_tokens -= tokens
         home.active_sessions -= 1
         home.active_tokens -= tokens
-        if not request.context_id:  # nobody returns to it
+        if not request.session_id:  # nobody returns to it
             return
         account.since_s = now_s
         self._kept[name] = account

@@ -132,7 +132,7 @@ class AdmissionGate:
         return held
 
     def answer(self, request: RequestView, room: Room, now_s: float) -> Admit | Hold:
-        """The answer that ``offer`` would give; nothing is changed."""
+        """The answer that ``offer`` would give; no request and no session is changed."""
         room = self._for(request, room)
         place, waiting = self._place_of(request, room.part, now_s), self._held.by_part[room.part]
         others = self._others(self.elsewhere.copy(), room.part, now_s)
@@ -249,7 +249,7 @@ class AdmissionGate:
                     break
 
     def reasons(self, count: int, room: Room, now_s: float) -> list[tuple[Held, Hold]]:
-        """The first ``count`` of the line, each with the reason for which it is still held; changes nothing.
+        """The first ``count`` of the line, each with the reason for which it is still held; none is changed.
 
         The reason of its offer for one that would be sent at the next look.
         """
@@ -367,12 +367,12 @@ class _Look:
 
     def place(self, held: Held) -> LinePlace:
         """The place of the next request of the line."""
-        return self._places.next(held.request, self._gate._parts.of(held.request.model))
+        return self._places.next(held.request, self._room.parts.of(held.request.model))
 
     def ask(self, held: Held, place: LinePlace, session: SessionView | None = None) -> Admit | Hold:
         """The rule's answer for a held request."""
         gate, now_s = self._gate, self._now_s
-        room, others = self._of(gate._parts.of(held.request.model))
+        room, others = self._of(self._room.parts.of(held.request.model))
         waiting = gate._held.by_part[room.part] - 1
         waited_s = now_s - held.since_s
         return gate._ask(held.request, waited_s, place, waiting, room, now_s, others, session=session)

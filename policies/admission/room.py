@@ -12,19 +12,6 @@ WHOLE: Part = frozenset()
 """The whole fleet."""
 
 
-_Group = tuple[set[str], list[str]]
-"""Models and instances of a part."""
-
-
-def _joined(one: _Group, other: _Group) -> _Group:
-    """Both as one; the larger is changed."""
-    if len(one[0]) < len(other[0]):
-        one, other = other, one
-    one[0].update(other[0])
-    one[1].extend(other[1])
-    return one
-
-
 class Parts(NamedTuple):
     """Parts of a fleet whose instances serve no model of another part.
 
@@ -39,29 +26,34 @@ class Parts(NamedTuple):
 
     @classmethod
     def of_fleet(cls, models: Mapping[str, Collection[str]]) -> Parts:
-        """Divide a fleet. O(instances times parts + models of all instances).
+        """Divide a fleet. O(models of all instances).
 
         Args:
             models: what each instance serves; one that serves none, as after a restart, belongs to no part.
         """
-        groups: list[_Group] = []
+        first: dict[str, str] = {}
+        """One instance of each model."""
+        next_of: dict[str, str] = {}
+        """Another instance of the same part, closer to its last one."""
+
+        def last(name: str) -> str:
+            while name in next_of:
+                name = next_of[name]
+            return name
+
         for name, served in models.items():
-            if not served:
-                continue
-            mine: _Group = set(served), [name]
-            apart: list[_Group] = []
-            for group in groups:
-                if group[0].isdisjoint(served):
-                    apart.append(group)
-                else:
-                    mine = _joined(mine, group)
-            groups = [*apart, mine]
+            for model in served:
+                mine, other = last(name), last(first.setdefault(model, name))
+                if mine != other:
+                    next_of[mine] = other
+        groups: dict[str, list[str]] = {}
+        for name, served in models.items():
+            if served:
+                groups.setdefault(last(name), []).append(name)
         if len(groups) < 2:
             return ONE_PART
-        of_model: dict[str, Part] = {}
-        for served, instances in groups:
-            of_model |= dict.fromkeys(served, frozenset(instances))
-        return cls(tuple(dict.fromkeys(of_model.values())), of_model)
+        parts = {root: frozenset(group) for root, group in groups.items()}
+        return cls(tuple(parts.values()), {model: parts[last(name)] for model, name in first.items()})
 
     def of(self, model: str | None) -> Part:
         """Part that serves a model. ``WHOLE``: there is one part only, or the model is not known."""

@@ -1,4 +1,4 @@
-"""Session cap: at most a fixed number of sessions at a time."""
+"""Session cap: at most a fixed number of sessions at a time; one that uses several models counts with each."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from policies.admission.room import Parts
+from policies.admission.room import Part, Parts
 
 _NOBODY: frozenset[str] = frozenset()
 _LENGTH = itemgetter(0)
@@ -109,9 +109,17 @@ class ServedModels:
     @cached_property
     def parts(self) -> Parts:
         """Parts of the fleet that have no model in common, of those that list their models."""
-        # Adapters, which may be thousands, can only join parts.
-        by_base = Parts.of_fleet({name: models.base for name, models in self._lists.items()})
-        return Parts.of_fleet({name: models.names for name, models in self._lists.items()}) if by_base.each else by_base
+        # By base models first: adapters, which may be thousands, can only join parts, and seldom do.
+        by_base = Parts.of_fleet({name: models.base or models.names for name, models in self._lists.items()})
+        if not by_base.each:
+            return by_base
+        served = [(part, _NOBODY.union(*[self._lists[name].names for name in part])) for part in by_base.each]
+        if sum([len(names) for _, names in served]) > len(self.names):
+            return Parts.of_fleet({name: models.names for name, models in self._lists.items()})
+        of_model: dict[str, Part] = {}
+        for part, names in served:
+            of_model |= dict.fromkeys(names, part)
+        return Parts(by_base.each, of_model)
 
     def longest(self, model: str) -> int | None:
         """The longest context in tokens that an instance accepts; None: one that may serve the model reports none.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from policies.costs.learned import LearnedCosts
+from policies.types import CONTEXT_SEPARATOR
 from proxy.core import Core
 from proxy.fleet.instances import Instance
 from proxy.restart.snapshot_file import (
@@ -182,7 +183,8 @@ class Snapshots:
     def _restore_pins(self, contents: SnapshotContents, names: set[str], age_s: float) -> int:
         sessions, now_s = self._core.router.state.sessions, time.monotonic()
         for session, instance, idle_s in reversed(contents.pins):
-            if instance in names:
+            # A pin without a model is of an earlier version: no request would find it.
+            if instance in names and CONTEXT_SEPARATOR.encode() in session:
                 pinned_s = now_s - age_s - max(0.0, idle_s)
                 sessions.pin(session.decode("utf-8", "surrogatepass"), instance, pinned_s)
         return len(sessions)

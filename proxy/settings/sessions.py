@@ -38,7 +38,7 @@ LATE_HEADERS = ("x-correlation-id", "x-litellm-trace-id")
 class SessionSettings(Section):
     """Sources of session ids, and the session table."""
 
-    capacity: int = Field(default=100_000, ge=1, description="maximum number of sessions")
+    capacity: int = Field(default=100_000, ge=1, description="maximum number of sessions, each with each model")
     ttl_s: Seconds = Field(default=3600.0, description="idle time after which a session is dropped")
     headers: tuple[str, ...] = Field(
         default=(),

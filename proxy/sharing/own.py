@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from policies.admission.gate import AdmissionGate
 from policies.admission.homes import Contexts
+from policies.admission.line import Held
 from policies.replicas.shared_sessions import SharedSessions
 from policies.state import FleetState
 from proxy.access.keys import Keys
@@ -35,6 +36,12 @@ class _HeldRow(NamedTuple):
     kept: bool
     tenant: str
     model: str | None
+
+    @classmethod
+    def of(cls, held: Held, *, kept: bool) -> _HeldRow:
+        """``kept``: its session is."""
+        request = held.request
+        return cls(held.number, request.prompt_tokens, held.since_s, kept, request.tenant.name, request.model)
 
 
 class _Small(NamedTuple):
@@ -169,8 +176,7 @@ class OwnState:
             {name: share for name, lost in accounts.losses.shares(now_s).items() if (share := round(lost, 2))},
             len(self._gate),
             tuple(
-                _HeldRow(held.number, ask.prompt_tokens, held.since_s, kept, ask.tenant.name, ask.model)
+                _HeldRow.of(held, kept=kept)
                 for held, kept in (self._gate.first(_FIRST_HELD, now_s) if self._gate else ())
-                for ask in (held.request,)
             ),
         )

@@ -44,7 +44,7 @@ class Pin(msgspec.Struct, array_like=True, frozen=True):
     """Last place of a session."""
 
     session: bytes
-    """Its id in UTF-8, lone surrogates kept."""
+    """Key of its context (`RequestView.context_id`) in UTF-8, lone surrogates kept."""
     instance: str
     tokens: int
     """Length of its prompt."""

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from policies.types import RequestView
 from proxy.fleet.breaker import BreakerState
 from tests.chaos.conftest import BODY, Chaos, StartChaos
 from tests.chaos.rig.engine import ChaosEngine, Talk
 from tests.chaos.rig.faults import answers
-from tests.chaos.rig.wire import good_body
+from tests.chaos.rig.wire import MODEL, good_body
 
 HOUR_S = 3600.0
 
@@ -79,6 +80,10 @@ def test_only_displays_and_records_read_the_wall_clock() -> None:
     assert readers == set(WALL_CLOCK), "use time.monotonic(), or list the module with the reason"
 
 
+MINE = RequestView("", 1, session_id="mine", model=MODEL).context_id or ""
+"""Key of the session's pin."""
+
+
 async def post(proxy: Chaos, session: str = "mine") -> str:
     answer = await proxy.client.post("/v1/completions", json=BODY, headers={"x-session-id": session})
     assert (answer.status_code, answer.content) == (200, good_body())
@@ -130,7 +135,7 @@ async def test_a_breaker_a_pin_and_the_load_are_as_old_as_before(
     clock.step_s = step_s
     await proxy.until(lambda: proxy.engines[1].probes >= probes + 3)
     assert breaker.state is BreakerState.OPEN
-    assert state.sessions.instance_of("mine", time.monotonic()) == "inst-1"
+    assert state.sessions.instance_of(MINE, time.monotonic()) == "inst-1"
     assert 0.5 * recent < state.ledger.load("inst-1", time.monotonic()).recent_tokens <= recent
     assert proxy.instance(1).healthy
     assert proxy.core.instances.all_listed(60.0)

@@ -310,6 +310,8 @@ def test_a_session_has_a_pin_and_a_context_with_each_model() -> None:
     assert (look(state, large, 2.0).pinned, look(state, small, 2.0).pinned) == ("inst-1", "inst-2")
     views = [state.accounts.view(request.context_id, 2.0) for request in (large, small)]
     assert [(view.kept, view.context_tokens) for view in views] == [(True, 1_600), (True, 160)]
+    assert ask(1, session_id="ab", model="c").context_id != ask(1, session_id="a", model="bc").context_id
+    assert [ask(1, session_id=session, model="m").context_id for session in (None, "")] == [None, ""]
 
 
 def test_a_short_prompt_holds_its_class_when_all_its_blocks_are_held() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 
+from policies.types import CONTEXT_SEPARATOR
 from tests.chaos.conftest import BODY, Chaos, StartChaos
 from tests.chaos.rig.engine import ChaosEngine, Talk, good
 
@@ -168,7 +169,8 @@ async def test_everybody_leaves_while_held(start_chaos: StartChaos) -> None:
 
     asked = [asyncio.create_task(ask(number)) for number in range(80)]
     await proxy.until(lambda: len(proxy.core.holding) == 76)
-    served = [number for number, task in enumerate(asked) if f"s{number}" in proxy.core.router.state.accounts._active]
+    active = {key.partition(CONTEXT_SEPARATOR)[0] for key in proxy.core.router.state.accounts._active}
+    served = [number for number in range(80) if f"s{number}" in active]
     for number, task in enumerate(asked):
         if number not in served:
             task.cancel()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.admission.base import AdmissionReason, AdmissionRule, Admit
+from policies.admission.base import AdmissionReason, AdmissionRule, AdmissionView, Admit, Hold, SessionView
 from policies.admission.elsewhere import HeldElsewhere
 from policies.admission.gate import AdmissionGate
 from policies.admission.line import Held
@@ -90,7 +90,7 @@ class Fleet:
         self.sent: dict[str, list[tuple[str, Admit, float]]] = {model: [] for model in INSTANCES}
         self.waits: dict[str, list[tuple[str, int, float]]] = {model: [] for model in INSTANCES}
         self.flying: dict[str, list[Commitment]] = {model: [] for model in INSTANCES}
-        self._turns: dict[str, int] = {}
+        self._turns: dict[tuple[str, int], int] = {}
 
     def end(self, model: str, now_s: float) -> None:
         if self.flying[model]:
@@ -105,11 +105,11 @@ class Fleet:
             self._send(held.request, held.request.model or "", held.admitted, now_s)
 
     def arrive(self, step: Step, now_s: float) -> None:
-        session = f"{step.model}{step.session}"
-        turn = self._turns[session] = self._turns.get(session, 0) + 1
+        turn = self._turns[step.model, step.session] = self._turns.get((step.model, step.session), 0) + 1
         first = (ord(step.model) * 10 + step.session) * 1_000
         hashes = tuple(range(first, first + step.blocks))
-        request = RequestView(f"{session}-{turn}", step.blocks * BLOCK, hashes, float(BLOCK), session, model=step.model)
+        name, session = f"{step.model}{step.session}-{turn}", f"s{step.session}"  # sessions use both models
+        request = RequestView(name, step.blocks * BLOCK, hashes, float(BLOCK), session, model=step.model)
         answer = self.gate.offer(request, self.room(), now_s)
         if isinstance(answer, Held):
             self.waits[step.model].append((request.request_id, answer.hold.behind, answer.hold.expected_wait_s))
@@ -270,6 +270,56 @@ def test_the_first_of_each_part_are_announced_to_other_replicas() -> None:
     for number in range(3):
         fleet.arrive(Step("b", number, 40, 0.0, None), 0.0)
     assert [held.request.request_id for held, _ in fleet.gate.first(2, 0.0)] == ["a1-1", "a2-1", "b1-1", "b2-1"]
+
+
+def test_a_session_that_is_kept_with_one_model_is_not_kept_with_another() -> None:
+    fleet = Fleet(SessionCap(sessions=1, keep_s=60.0), ["a0", "a1", "b0", "b1", "b2"], PARTS)
+    fleet.arrive(Step("a", 0, 10, 0.0, None), 0.0)
+    fleet.end("a", 1.0)
+    fleet.arrive(Step("b", 1, 10, 0.0, None), 1.0)
+    fleet.arrive(Step("b", 0, 10, 0.0, None), 1.0)
+    [(held, kept)] = fleet.gate.first(1, 2.0)
+    assert (held.request.request_id, kept) == ("b0-1", False)
+    [(_, reason)] = fleet.gate.reasons(1, fleet.room(), 2.0)
+    assert reason.reason is AdmissionReason.AT_CAP
+    fleet.arrive(Step("a", 0, 12, 0.0, None), 2.0)
+    assert fleet.sent["a"][-1][1] == Admit(AdmissionReason.RESIDENT)
+
+
+@dataclass(frozen=True)
+class HoldsTurns(SessionCap):
+    """Sends first turns and holds all others; the reason says whether their sessions are kept."""
+
+    def admit(self, request: RequestView, session: SessionView, fleet: AdmissionView) -> Admit | Hold:
+        if request.request_id.endswith("-1") or fleet.held < 0:
+            return Admit(AdmissionReason.ROOM)
+        return Hold(AdmissionReason.AT_CAP if session.kept else AdmissionReason.WORKING_SET)
+
+
+def test_whether_a_held_session_is_kept_depends_on_the_model() -> None:
+    fleet = Fleet(HoldsTurns(keep_s=60.0), ["a0", "a1", "b0", "b1", "b2"])
+    for model in "ab":
+        fleet.arrive(Step(model, 0, 10, 0.0, None), 0.0)
+        fleet.arrive(Step(model, 0, 12, 0.0, None), 0.0)
+    fleet.end("a", 1.0)
+    fleet.parts = PARTS
+    reasons = {held.request.model: hold.reason for held, hold in fleet.gate.reasons(2, fleet.room(), 2.0)}
+    assert reasons == {"a": AdmissionReason.AT_CAP, "b": AdmissionReason.WORKING_SET}
+    assert {held.request.model: kept for held, kept in fleet.gate.first(2, 2.0)} == {"a": True, "b": False}
+
+
+def test_a_question_may_be_the_first_with_other_parts() -> None:
+    fleet = Fleet(SessionCap(sessions=1, keep_s=0.0), ["a0", "a1", "b0", "b1", "b2"], PARTS)
+    for number in range(2):
+        for model in "ab":
+            fleet.arrive(Step(model, number, 10, 0.0, None), 0.0)
+    assert [len(sent) for sent in fleet.sent.values()] == [1, 1]
+    for parts, behind, held in ((ONE_PART, [0, 1], []), (PARTS, [0, 0], [1, 1]), (ONE_PART, [0, 1], [])):
+        fleet.parts = parts
+        assert [hold.behind for _, hold in fleet.gate.reasons(3, fleet.room(), 1.0)] == behind
+        assert [view.held for _, view in fleet.gate.by_part(fleet.room(), 1.0)] == held
+    fleet.parts = PARTS
+    assert [view.held for _, view in fleet.gate.by_part(fleet.room(), 1.0)] == [1, 1]
 
 
 def test_of_an_instance_that_has_left_no_loss_is_remembered() -> None:

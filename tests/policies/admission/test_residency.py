@@ -23,7 +23,7 @@ def turn(session: str, blocks: int, chain: int = 0, number: int = 0) -> RequestV
     """A turn of ``blocks`` blocks; those of one session and chain begin with the same ones."""
     first = (ord(session) * 10 + chain) * 1_000
     name = f"{session}-{chain}-{number}"
-    return RequestView(name, blocks * BLOCK, range(first, first + blocks), float(BLOCK), session_id=session)
+    return RequestView(name, blocks * BLOCK, range(first, first + blocks), float(BLOCK), session_id=session, model="m")
 
 
 def serve(state: FleetState, request: RequestView, instance: str = "a", now_s: float = 0.0) -> None:

@@ -20,7 +20,7 @@ from policies.offload.specialists import (
 )
 from policies.state import FleetState
 from policies.types import InstanceView, RequestClass, RequestView, Role
-from tests.policies.builders import ask_new, decision_for, idle
+from tests.policies.builders import ask, ask_new, decision_for, idle
 
 POOL = 1_000_000
 
@@ -135,6 +135,19 @@ def test_a_specialist_stretches_answers_by_the_share_of_its_time_that_long_prefi
     assert book.stretches(600.0)["inst-0"] == 1.0, "it has nothing to compute any more"
     book.forget("inst-1")
     assert book.stretches(600.0) == {"inst-0": 1.0}
+
+
+def test_a_session_has_a_recent_context_with_each_model() -> None:
+    book = Specialists()
+    for number, (model, tokens) in enumerate((("large", 50_000), ("small", 100), ("large", 60_000))):
+        book.sent(ask(tokens, session_id="s", model=model), "inst-0", float(number), 100, heavy=False)
+    assert book.contexts.by_instance("") == {"inst-0": 60_100}
+    state = FleetState()
+    state.add_instance("inst-0")
+    state.specialists = book
+    book.names = ("inst-0",)
+    asking = ask(70_000, session_id="s", model="large")
+    assert state.snapshot(asking, 3.0, ["inst-0"]).contexts.tokens == {"inst-0": 100}
 
 
 def test_none_is_added_before_the_bounds_held_for_a_while() -> None:

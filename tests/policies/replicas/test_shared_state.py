@@ -37,7 +37,11 @@ def route(state: FleetState, request: RequestView, name: str, now_s: float = 0.0
 
 
 def of_session(request: RequestView, session_id: str) -> RequestView:
-    return request._replace(session_id=session_id)
+    return request._replace(session_id=session_id, model="m")
+
+
+def key_of(session_id: str) -> str:
+    return of_session(ask_new(1, 16), session_id).context_id or ""
 
 
 # Load
@@ -81,7 +85,7 @@ def test_a_report_of_the_engine_covers_what_other_replicas_sent_before_it() -> N
 def test_a_session_that_is_unknown_here_is_pinned_where_another_replica_sent_it() -> None:
     state = state_of()
     request = of_session(ask_ids(list(range(320))), "s")
-    state.pinned_elsewhere("s", "inst-1", 160, 1.0)
+    state.pinned_elsewhere(key_of("s"), "inst-1", 160, 1.0)
     fleet = state.snapshot(request, 2.0, state.instances)
     assert fleet.pinned == "inst-1"
     assert [view.cached_tokens for view in fleet.instances] == [0, 160]
@@ -92,22 +96,22 @@ def test_the_latest_decision_wins_whichever_replica_took_it() -> None:
     state = state_of()
     request = of_session(ask_ids(list(range(320))), "s")
     route(state, request, "inst-0", 5.0)
-    state.pinned_elsewhere("s", "inst-1", 160, 4.0)
+    state.pinned_elsewhere(key_of("s"), "inst-1", 160, 4.0)
     assert state.snapshot(request, 6.0, state.instances).pinned == "inst-0"
-    state.pinned_elsewhere("s", "inst-1", 160, 7.0)
+    state.pinned_elsewhere(key_of("s"), "inst-1", 160, 7.0)
     assert state.snapshot(request, 8.0, state.instances).pinned == "inst-1"
 
 
 def test_a_pin_on_an_instance_that_is_not_in_this_fleet_is_ignored() -> None:
     state = state_of()
-    state.pinned_elsewhere("s", "inst-9", 160, 1.0)
+    state.pinned_elsewhere(key_of("s"), "inst-9", 160, 1.0)
     assert state.snapshot(of_session(ask_new(1, 160), "s"), 2.0, state.instances).pinned is None
 
 
 def test_a_restarted_instance_has_no_context_of_another_replica_either() -> None:
     state = state_of()
     request = of_session(ask_ids(list(range(320))), "s")
-    state.pinned_elsewhere("s", "inst-1", 160, 1.0)
+    state.pinned_elsewhere(key_of("s"), "inst-1", 160, 1.0)
     state.restarted("inst-1")
     assert view_of(state, request, "inst-1", 2.0).cached_tokens == 0
 
@@ -146,7 +150,7 @@ def test_contexts_of_other_replicas_take_room_in_the_working_set() -> None:
 def test_a_session_that_another_replica_keeps_returns_as_a_kept_one() -> None:
     state = state_of()
     gate = AdmissionGate(WorkingSet(), state.accounts)
-    state.pinned_elsewhere("s", "inst-1", 1_000, 1.0)
+    state.pinned_elsewhere(key_of("s"), "inst-1", 1_000, 1.0)
     state.accounts.set_remote([{"inst-1": (0, 0, 1, 1_000)}], {}, 0)
     answer = gate.offer(ask_of("s", 1_100), BUSY, 3.0)
     assert answer == Admit(AdmissionReason.RESIDENT)
@@ -158,7 +162,7 @@ def test_a_session_is_kept_by_the_replica_that_it_ran_through_last() -> None:
     fleet = state.snapshot(request, 0.0, state.instances)
     state.commit(request, fleet, decision_for(request, "inst-0"), 0.0).release(1.0)
     assert state.accounts.kept_tokens == 1_000
-    state.pinned_elsewhere("s", "inst-0", 1_100, 2.0)
+    state.pinned_elsewhere(key_of("s"), "inst-0", 1_100, 2.0)
     assert (state.accounts.kept_sessions, state.accounts.kept_tokens) == (0, 0)
 
 
@@ -170,3 +174,14 @@ def test_a_new_session_does_not_pass_those_that_another_replica_holds() -> None:
     assert isinstance(gate.offer(ask_of("a", 1_000), BUSY, 1.0), Admit), "nothing is lost and nobody waits"
     state.accounts.set_remote([contexts], {}, 1)
     assert isinstance(gate.offer(ask_of("b", 1_000), BUSY, 1.0), Held)
+
+
+def test_a_session_has_a_shared_context_with_each_model() -> None:
+    state, large = state_of(), of_session(ask_ids(list(range(320))), "s")
+    small = large._replace(model="small")
+    state.pinned_elsewhere(key_of("s"), "inst-1", 160, 1.0)
+    assert view_of(state, small, "inst-1", 2.0).cached_tokens == 0
+    assert view_of(state, large, "inst-1", 2.0).cached_tokens == 160
+    route(state, small, "inst-0", 3.0)
+    assert state.shared is not None
+    assert [name for name, _ in state.shared.take_changes(10)] == [small.context_id]

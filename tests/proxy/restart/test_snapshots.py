@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from policies.costs.book import CostBook, PrefillJob
 from policies.costs.learned import LearnedCosts
 from policies.predict.blocks import hash_token_blocks
+from policies.types import CONTEXT_SEPARATOR
 from proxy.request.parse import Endpoint
 from proxy.restart.snapshot_file import Runs, framed, read_snapshot, write_snapshot
 from proxy.restart.snapshots import Snapshots
@@ -95,11 +97,21 @@ async def test_every_session_in_it_has_its_blocks_although_requests_come_while_i
                     await send(running, number)
         assert next(later, None) is None
         write_snapshot(path, records)
-    pinned = {int(session.decode().removeprefix("session-")) for session, _, _ in read_snapshot(path, MOST).pins}
+    keys = [session.decode().partition(CONTEXT_SEPARATOR)[0] for session, _, _ in read_snapshot(path, MOST).pins]
+    pinned = {int(session.removeprefix("session-")) for session in keys}
     assert pinned >= {0, 1}
     async with proxy_over(engines, path) as running:
         for number in pinned:
             assert (await send(running, number))["predicted_cached_tokens"] == 304
+
+
+async def test_pins_of_a_version_without_models_are_left_out(engines: list[StubEngine], tmp_path: Path) -> None:
+    async with proxy_over(engines, tmp_path / "snapshot") as running:
+        running.core.router.state.sessions.pin("session-1", "inst-0", time.monotonic())
+        where = (await send(running, 0))["instance"]
+    async with proxy_over(engines, tmp_path / "snapshot") as running:
+        sessions = running.core.router.state.sessions
+        assert (len(sessions), sessions.count(where)) == (1, 1)
 
 
 async def test_what_an_engine_held_that_restarted_since_is_dropped(engines: list[StubEngine], tmp_path: Path) -> None:
