@@ -64,8 +64,7 @@ class Commitment:
         turn: Turn,
     ) -> None:
         self._state = state
-        self._turn = turn
-        self._released = False
+        self._turn, self._released = turn, False
         self._promised = promised
         self._added = added
         self._not_yet_on_decode = not_yet_on_decode
@@ -255,12 +254,13 @@ class FleetState:
         self.holds.forget(instance)
         self.specialists.restarted(instance)
         self.costs.restarted(instance)
-        if instance in self._instances:
-            self._instances[instance].restarts += 1
+        if known := self._instances.get(instance):
+            known.restarts += 1
 
     def set_capacity(self, instance: str, kv_capacity_tokens: int, block_tokens: float) -> None:
         """Set the engine's KV pool in tokens, which bounds its shadow index."""
-        self._instances[instance].kv_capacity_tokens = kv_capacity_tokens
+        known = self._instances[instance]
+        known.kv_capacity_tokens, known.block_tokens = kv_capacity_tokens, block_tokens
         if kv_capacity_tokens and block_tokens:
             self.index.add_instance(instance, max(1, int(kv_capacity_tokens / block_tokens)))
 
@@ -349,13 +349,15 @@ class FleetState:
             new_on_prefill = request.prompt_tokens - prefill.cached_tokens
             queued = order.queued(new_on_prefill, prefill.cached_tokens, ordered=known[prefill.instance].ordered)
             prefill_lease = self.ledger.acquire(prefill.instance, new_on_prefill, request.prompt_tokens, now_s, queued)
-            added[prefill.instance] = self.index.insert(prefill.instance, request.block_hashes)
+            weight = known[prefill.instance].weight(request)
+            added[prefill.instance] = self.index.insert(prefill.instance, request.block_hashes, weight)
             promised.add(prefill.instance, request)
             self.offloads_in_flight += 1
             new_on_decode = 0
         queued = order.queued(new_on_decode, decision.cached_tokens, ordered=known[decision.decode_on].ordered)
         decode_lease = self.ledger.acquire(decision.decode_on, new_on_decode, request.prompt_tokens, now_s, queued)
-        added[decision.decode_on] = self.index.insert(decision.decode_on, request.block_hashes)
+        weight = known[decision.decode_on].weight(request)
+        added[decision.decode_on] = self.index.insert(decision.decode_on, request.block_hashes, weight)
         promised.add(decision.decode_on, request)
         workload = Workload.of(request, chosen, prefill, self.offloads_in_flight, self.costs.bytes_per_token)
         not_yet_on_decode = new_tokens - new_on_decode
@@ -395,4 +397,4 @@ class FleetState:
         if context is not None and request.block_tokens:
             blocks = request.block_hashes[: int(context.tokens // request.block_tokens)]
             if blocks:
-                self.index.insert(context.instance, blocks)
+                self.index.insert(context.instance, blocks, self._instances[context.instance].weight(request))

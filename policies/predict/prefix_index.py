@@ -2,7 +2,7 @@
 
 It mirrors the engines' prefix caches: blocks are added when a request is routed and evicted by the engine's own rule
 (least recently used, tail of a chain before its head). Bounded by the engine's capacity, it evicts a block about when
-the engine does.
+the engine does; a block of text counts as so many of the engine's.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from policies.predict.prefix_tree import PrefixTree, distinct_blocks
+from policies.predict.prefix_tree import PrefixRun, PrefixTree, distinct_blocks
 
 
 class Insertion(NamedTuple):
@@ -72,10 +72,13 @@ class PrefixIndex:
         """Longest prefix held by one instance, in blocks."""
         return self._trees[instance].match(hashes)
 
-    def insert(self, instance: str, hashes: Sequence[int]) -> Insertion:
-        """Add a prompt's blocks as most recently used on ``instance``, its tail less recently than its head."""
+    def insert(self, instance: str, hashes: Sequence[int], weight: float = 1.0) -> Insertion:
+        """Add a prompt's blocks as most recently used on ``instance``, its tail less recently than its head.
+
+        ``weight``: the number of the engine's blocks that each counts as.
+        """
         self._serial += 1
-        return Insertion(instance, hashes, self._trees[instance].insert(hashes, self._serial), self._serial)
+        return Insertion(instance, hashes, self._trees[instance].insert(hashes, self._serial, weight), self._serial)
 
     def retract(self, insertion: Insertion) -> None:
         """Undo an insertion, for a request that never ran there.
@@ -87,20 +90,20 @@ class PrefixIndex:
         if tree is not None:
             tree.retract(insertion.hashes, insertion.held, insertion.serial)
 
-    def runs(self, instance: str) -> Iterator[tuple[int, bytes]]:
+    def runs(self, instance: str) -> Iterator[PrefixRun]:
         """Copy of one instance's blocks, while which the index may change (`PrefixTree.runs`)."""
         return self._trees[instance].runs()
 
-    def restore(self, instance: str, runs: Iterable[tuple[int, bytes]]) -> None:
+    def restore(self, instance: str, runs: Iterable[PrefixRun]) -> None:
         """Fill an instance without blocks from a copy. Raises ValueError if it is none."""
         self._trees[instance].restore(runs)
 
     def blocks(self, instance: str) -> int:
-        """Number of blocks held by one instance."""
-        return self._trees[instance].blocks
+        """Number of the engine's blocks that one instance holds."""
+        return round(self._trees[instance].weight)
 
     def capacity(self, instance: str) -> int:
-        """Bound of one instance, in blocks."""
+        """Bound of one instance, in the engine's blocks."""
         return self._trees[instance].capacity
 
     @property

@@ -11,14 +11,29 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from math import ceil, inf
+from typing import NamedTuple
+
+
+class PrefixRun(NamedTuple):
+    """A run of a copied tree."""
+
+    continues: int
+    """Number of the run that it continues; -1: none."""
+    blocks: bytes
+    """8 bytes for each."""
+    weight: float = 1.0
+    """That of each block."""
 
 
 class _Node:
-    __slots__ = ("blocks", "children", "parent", "serial")
+    __slots__ = ("blocks", "children", "parent", "serial", "weight")
 
-    def __init__(self, blocks: array[int], parent: _Node | None) -> None:
+    def __init__(self, blocks: array[int], parent: _Node | None, weight: float) -> None:
         self.blocks = blocks
         """8 bytes per block, and no objects for the garbage collector to traverse."""
+        self.weight = weight
+        """Of each block, by the last insertion that used them."""
         self.children: dict[int, _Node] = {}
         self.parent = parent
         self.serial = 0
@@ -27,6 +42,9 @@ class _Node:
 class PrefixTree:
     """Held blocks of one instance; evicts the least recently used first, the tail of a chain before its head.
 
+    A block has the weight of so many of the engine's: a prompt that is known as text has blocks of so many bytes, which
+    are more tokens than the engine's blocks have.
+
     Complexity for a prompt of b blocks whose path has p nodes (one per branch point of conversations): ``match`` O(p +
     log b), ``insert`` O(p) and a copy of the new blocks, eviction O(1) per run. Memory: 8 bytes per block and about 450
     per node.
@@ -34,17 +52,19 @@ class PrefixTree:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        """Bound in blocks."""
+        """Bound on ``weight``."""
         self.blocks = 0
         """Blocks held."""
-        self._root = _Node(array("Q"), None)
+        self.weight = 0.0
+        """Their weight."""
+        self._root = _Node(array("Q"), None, 0.0)
         self.roots = self._root.children
         """First blocks of all held chains."""
         self._by_use: OrderedDict[_Node, None] = OrderedDict()
         """Least recently used first; within one insertion the deepest first, so the first node has no children."""
 
     def resize(self, capacity: int) -> None:
-        """Set the bound in blocks and evict down to it."""
+        """Set the bound and evict down to it."""
         self.capacity = capacity
         self._evict()
 
@@ -54,7 +74,7 @@ class PrefixTree:
             node.parent = None  # break reference cycles, else nodes would live until the next garbage collection
         self._by_use.clear()
         self._root.children.clear()
-        self.blocks = 0
+        self.blocks, self.weight = 0, 0.0
 
     def match(self, hashes: Sequence[int]) -> int:
         """Longest held prefix, in blocks."""
@@ -70,8 +90,11 @@ class PrefixTree:
             children, depth = child.children, end
         return depth
 
-    def insert(self, hashes: Sequence[int], serial: int) -> int:
-        """Make a prompt's blocks the most recently used; returns the number of blocks already held."""
+    def insert(self, hashes: Sequence[int], serial: int, weight: float = 1.0) -> int:
+        """Make a prompt's blocks the most recently used; returns the number of blocks already held.
+
+        ``weight``: of each block; those already held take it too.
+        """
         path: list[_Node] = []
         node, depth, full = self._root, 0, len(hashes)
         while depth < full:
@@ -82,21 +105,25 @@ class PrefixTree:
             if end > full or child.blocks[-1] != hashes[end - 1]:
                 shared = _common(child.blocks, hashes, depth)
                 child, end = self._split(child, shared), depth + shared
+            if child.weight != weight:
+                self.weight += (weight - child.weight) * len(child.blocks)
+                child.weight = weight
             path.append(child)
             node, depth = child, end
         if depth < full:
             new = array("Q", hashes[depth:])
+            self.weight += weight * (full - depth)
             if path and not node.children:
                 node.blocks.extend(new)
             else:
-                child = node.children[hashes[depth]] = _Node(new, node)
+                child = node.children[hashes[depth]] = _Node(new, node, weight)
                 self._by_use[child] = None
                 path.append(child)
             self.blocks += full - depth
         for node in reversed(path):
             node.serial = serial
             self._by_use.move_to_end(node)
-        if self.blocks > self.capacity:
+        if self.weight > self.capacity:
             self._evict()
         return depth
 
@@ -115,8 +142,8 @@ class PrefixTree:
         if node is not self._root and node.serial == serial:
             self._drop_tail(node, len(node.blocks) - max(0, held - start))
 
-    def runs(self) -> Iterator[tuple[int, bytes]]:
-        """Yield a copy of the tree: for every run the number of the one it continues (-1: none) and its packed blocks.
+    def runs(self) -> Iterator[PrefixRun]:
+        """Yield a copy of the tree.
 
         The most recently used comes first, and a run after the one it continues, so every beginning of the copy is a
         tree. The tree may change between two steps: blocks that are held throughout are copied, others may be.
@@ -127,9 +154,9 @@ class PrefixTree:
             while (first := self._first_not_in(numbers, node)) is not None:
                 above = numbers.get(first.parent, -1)
                 numbers[first] = len(numbers)
-                yield above, first.blocks.tobytes()
+                yield PrefixRun(above, first.blocks.tobytes(), first.weight)
 
-    def restore(self, runs: Iterable[tuple[int, bytes]]) -> None:
+    def restore(self, runs: Iterable[PrefixRun]) -> None:
         """Fill an empty tree from a copy, evicting what exceeds the capacity. O(blocks).
 
         Raises:
@@ -137,18 +164,21 @@ class PrefixTree:
         """
         nodes = [self._root]
         try:
-            for above, packed in runs:
+            for above, packed, weight in runs:
                 blocks = array("Q")
                 blocks.frombytes(packed)
                 if not blocks or not -1 <= above < len(nodes) - 1:
                     raise ValueError("an empty run, or one that continues no earlier one")
+                if not 0 < weight < inf:
+                    raise ValueError("a run without a weight")
                 parent = nodes[above + 1]
                 if blocks[0] in parent.children:
                     raise ValueError("two runs with the same first block")
-                node = parent.children[blocks[0]] = _Node(blocks, parent)
+                node = parent.children[blocks[0]] = _Node(blocks, parent, weight)
                 self._by_use[node] = None
                 self._by_use.move_to_end(node, last=False)
                 self.blocks += len(blocks)
+                self.weight += weight * len(blocks)
                 nodes.append(node)
         except ValueError:
             self.clear()
@@ -168,7 +198,7 @@ class PrefixTree:
 
     def _split(self, node: _Node, at: int) -> _Node:
         """Split a node in two; the new one is the head, the old one keeps its place in the order of use."""
-        head = _Node(node.blocks[:at], node.parent)
+        head = _Node(node.blocks[:at], node.parent, node.weight)
         assert node.parent is not None
         node.parent.children[head.blocks[0]] = head
         node.blocks = node.blocks[at:]
@@ -179,8 +209,9 @@ class PrefixTree:
         return head
 
     def _evict(self) -> None:
-        while self.blocks > self.capacity:
-            self._drop_tail(next(iter(self._by_use)), self.blocks - self.capacity)
+        while self.weight > self.capacity and self._by_use:
+            node = next(iter(self._by_use))
+            self._drop_tail(node, ceil((self.weight - self.capacity) / node.weight))
 
     def _drop_tail(self, node: _Node, count: int) -> None:
         """Drop up to ``count`` blocks from the end of a node without children."""
@@ -190,11 +221,14 @@ class PrefixTree:
         if count < size:
             del node.blocks[size - count :]
             self.blocks -= count
+            self.weight -= count * node.weight
             return
         assert node.parent is not None
         del node.parent.children[node.blocks[0]]
         del self._by_use[node]
         self.blocks -= size
+        # Without blocks exactly nothing, whatever sums of weights were rounded to.
+        self.weight = self.weight - size * node.weight if self.blocks else 0.0
 
 
 def _common(blocks: array[int], hashes: Sequence[int], depth: int) -> int:

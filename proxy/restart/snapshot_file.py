@@ -17,8 +17,9 @@ from pathlib import Path
 import msgspec
 
 from policies.costs.learned import LearnedCosts
+from policies.predict.prefix_tree import PrefixRun
 
-MAGIC = b"warmroute-snap-2"
+MAGIC = b"warmroute-snap-3"
 """Changes with every incompatible change of the format or of the block hashes."""
 _DIGEST_BYTES = 32
 _START = len(MAGIC) + _DIGEST_BYTES
@@ -58,15 +59,14 @@ class EnginePart(msgspec.Struct, frozen=True, tag=True):
 class Runs(msgspec.Struct, frozen=True, tag=True):
     """Runs of an engine's prefix tree, most recently used first."""
 
-    runs: list[tuple[int, bytes]]
-    """Number of the run that each continues, -1 for none, and its packed block hashes."""
+    runs: list[PrefixRun]
 
 
 class Pins(msgspec.Struct, frozen=True, tag=True):
     """Sessions, most recently used first."""
 
     pins: list[tuple[bytes, str, float]]
-    """Session id, instance, idle time in seconds."""
+    """Key of a session's context, instance, idle time in seconds."""
 
 
 Record = Header | Learned | EnginePart | Runs | Pins
@@ -81,7 +81,7 @@ class SnapshotContents:
 
     header: Header
     learned: Learned
-    engines: list[tuple[EnginePart, list[tuple[int, bytes]]]] = field(default_factory=list)
+    engines: list[tuple[EnginePart, list[PrefixRun]]] = field(default_factory=list)
     pins: list[tuple[bytes, str, float]] = field(default_factory=list)
 
 

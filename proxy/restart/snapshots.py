@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from policies.costs.learned import LearnedCosts
-from policies.types import CONTEXT_SEPARATOR
+from policies.predict.prefix_tree import PrefixRun
 from proxy.core import Core
 from proxy.fleet.instances import Instance
 from proxy.restart.snapshot_file import (
@@ -142,7 +142,7 @@ class Snapshots:
             raise SnapshotError("it has text blocks of another size (index.text_block_bytes)")
         if header.block_tokens != router.block_tokens:
             raise SnapshotError(f"it has blocks of {header.block_tokens} tokens, the engines {router.block_tokens}")
-        kept: list[tuple[str, list[tuple[int, bytes]]]] = []
+        kept: list[tuple[str, list[PrefixRun]]] = []
         dropped: list[str] = []
         for part, runs in contents.engines:
             instance = core.instances.get(part.name)
@@ -183,8 +183,7 @@ class Snapshots:
     def _restore_pins(self, contents: SnapshotContents, names: set[str], age_s: float) -> int:
         sessions, now_s = self._core.router.state.sessions, time.monotonic()
         for session, instance, idle_s in reversed(contents.pins):
-            # A pin without a model is of an earlier version: no request would find it.
-            if instance in names and CONTEXT_SEPARATOR.encode() in session:
+            if instance in names:
                 pinned_s = now_s - age_s - max(0.0, idle_s)
                 sessions.pin(session.decode("utf-8", "surrogatepass"), instance, pinned_s)
         return len(sessions)

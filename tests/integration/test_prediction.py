@@ -85,3 +85,25 @@ async def test_prediction_error_is_reported_when_something_was_evicted(start_clu
     assert counted == off > 0
     index_blocks = [row["index_blocks"] for row in (await cluster.client.get("/instances")).json()["instances"]]
     assert all(blocks <= 100 for blocks in index_blocks)
+
+
+async def test_chats_that_an_engine_has_evicted_are_not_expected_there(start_cluster: StartCluster) -> None:
+    """Their blocks are 1 KiB of text each, some 256 tokens: 8,192 tokens hold eight of these chats of 1,000."""
+    cluster = await start_cluster(1, "--engine-speed", "100", "--kv-capacity-tokens", "8192")
+
+    async def sent(number: int) -> dict[str, Any]:
+        text = " ".join(random.Random(number).choices(["alpha", "beta", "gamma", "delta"], k=730))
+        body = {"model": "warm-sim", "messages": [{"role": "user", "content": text}], "max_tokens": 2}
+        (await cluster.client.post("/v1/chat/completions", json=body)).raise_for_status()
+        rows = (await cluster.client.get("/breakdown", params={"limit": 1})).json()["rows"]
+        assert rows[0]["prompt_tokens"] > 900
+        found: dict[str, Any] = rows[0]
+        return found
+
+    for number in range(30):
+        await sent(number)
+    latest, oldest = await sent(29), await sent(0)
+    assert latest["predicted_cached_tokens"] > 700 < latest["actual_cached_tokens"]
+    assert oldest["predicted_cached_tokens"] == oldest["actual_cached_tokens"] == 0
+    (row,) = (await cluster.client.get("/instances")).json()["instances"]
+    assert 100 < row["index_blocks"] <= row["index_capacity_blocks"] == 128

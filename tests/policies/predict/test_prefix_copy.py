@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import islice
+from math import nan
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from policies.predict.blocks import hash_token_blocks
 from policies.predict.prefix_index import PrefixIndex
+from policies.predict.prefix_tree import PrefixRun
 
 TOKENS = 6
 PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=8)
@@ -84,18 +86,20 @@ def test_blocks_held_throughout_are_in_a_copy_that_took_a_while(
 @pytest.mark.parametrize(
     "runs",
     [
-        [(-1, b"")],
-        [(-1, b"seven b")],
-        [(0, bytes(8))],
-        [(-2, bytes(8))],
-        [(-1, bytes(8)), (2, bytes(8))],
-        [(-1, bytes(8)), (-1, bytes(8))],
+        [PrefixRun(-1, b"")],
+        [PrefixRun(-1, b"seven b")],
+        [PrefixRun(0, bytes(8))],
+        [PrefixRun(-2, bytes(8))],
+        [PrefixRun(-1, bytes(8)), PrefixRun(2, bytes(8))],
+        [PrefixRun(-1, bytes(8)), PrefixRun(-1, bytes(8))],
+        [PrefixRun(-1, bytes(8), 0.0)],
+        [PrefixRun(-1, bytes(8), nan)],
     ],
 )
-def test_no_copy_of_a_tree_is_refused_and_leaves_nothing(runs: list[tuple[int, bytes]]) -> None:
+def test_no_copy_of_a_tree_is_refused_and_leaves_nothing(runs: list[PrefixRun]) -> None:
     index = index_of(10)
     with pytest.raises(ValueError):
-        index.restore("a", [(-1, b"12345678"), *runs] if runs[0][0] == -1 else runs)
+        index.restore("a", [PrefixRun(-1, b"12345678"), *runs] if runs[0][0] == -1 else runs)
     assert index.blocks("a") == index.distinct_blocks == 0
     index.insert("a", [1, 2, 3])
     assert index.match_one("a", [1, 2, 3]) == 3

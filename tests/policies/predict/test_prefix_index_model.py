@@ -21,17 +21,24 @@ class _ModelInstance:
         self.capacity = capacity
         self.blocks: list[int] = []
         self.touched_by: dict[int, int] = {}
+        self.weights: dict[int, float] = {}
 
-    def insert(self, hashes: list[int], serial: int) -> list[int]:
+    @property
+    def weight(self) -> float:
+        return sum(self.weights[block] for block in self.blocks)
+
+    def insert(self, hashes: list[int], serial: int, weight: float) -> list[int]:
         new = [block for block in hashes if block not in self.blocks]
         self.touched_by |= dict.fromkeys(hashes, serial)
+        self.weights |= dict.fromkeys(hashes, weight)
         kept = [block for block in self.blocks if block not in hashes]
         self.blocks = kept + hashes[::-1]
         self.evict()
         return new
 
     def evict(self) -> None:
-        self.blocks = self.blocks[max(0, len(self.blocks) - self.capacity) :]
+        while self.weight > self.capacity:
+            del self.blocks[0]
 
     def longest(self, hashes: list[int]) -> int:
         return next((depth for depth, block in enumerate(hashes) if block not in self.blocks), len(hashes))
@@ -58,12 +65,12 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         self.model.pop(name, None)
 
     @precondition(lambda self: self.model)
-    @rule(data=st.data(), hashes=PROMPTS)
-    def insert(self, data: st.DataObject, hashes: list[int]) -> None:
+    @rule(data=st.data(), hashes=PROMPTS, weight=st.sampled_from([1.0, 1.0, 0.25, 2.5, 16.0]))
+    def insert(self, data: st.DataObject, hashes: list[int], weight: float) -> None:
         name = data.draw(st.sampled_from(sorted(self.model)))
-        insertion = self.index.insert(name, hashes)
+        insertion = self.index.insert(name, hashes, weight)
         self.insertions.append(insertion)
-        assert hashes[insertion.held :] == self.model[name].insert(hashes, insertion.serial)
+        assert hashes[insertion.held :] == self.model[name].insert(hashes, insertion.serial, weight)
 
     @precondition(lambda self: self.insertions)
     @rule(data=st.data())
@@ -100,7 +107,8 @@ class PrefixIndexMachine(RuleBasedStateMachine):
     @invariant()
     def bounds_hold_and_the_blocks_are_those_of_the_model(self) -> None:
         for name, instance in self.model.items():
-            assert self.index.blocks(name) == len(instance.blocks) <= self.index.capacity(name) == instance.capacity
+            assert self.index.blocks(name) == round(instance.weight)
+            assert instance.weight <= self.index.capacity(name) == instance.capacity
         distinct = {block for instance in self.model.values() for block in instance.blocks}
         assert self.index.distinct_blocks == len(distinct)
 
@@ -109,6 +117,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         for name, instance in self.model.items():
             tree = self.index._trees[name]
             assert [block for node in tree._by_use for block in reversed(node.blocks)] == instance.blocks
+            assert (tree.blocks, tree.weight) == (len(instance.blocks), instance.weight)
             assert len(tree._by_use) == _nodes_below(tree._root)
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from policies.costs.learned import LearnedCosts
 from policies.costs.short_step import StepSums
+from policies.predict.prefix_tree import PrefixRun
 from proxy.restart.snapshot_file import (
     MAGIC,
     EnginePart,
@@ -33,7 +34,7 @@ RECORDS = [
     framed(HEADER),
     framed(LEARNED),
     framed(PART),
-    framed(Runs([(-1, bytes(16))])),
+    framed(Runs([PrefixRun(-1, bytes(16), 16.5)])),
     framed(Pins([(b"s\xff", "a", 1.5)])),
 ]
 MOST = 1_000_000
@@ -45,12 +46,12 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_contents_come_back(path: Path) -> None:
-    size = write_snapshot(path, [*RECORDS[:4], framed(Runs([(0, bytes(8))])), RECORDS[4]])
+    size = write_snapshot(path, [*RECORDS[:4], framed(Runs([PrefixRun(0, bytes(8))])), RECORDS[4]])
     assert size == path.stat().st_size
     contents = read_snapshot(path, MOST)
     assert contents.header == HEADER
     assert contents.learned == LEARNED
-    assert contents.engines == [(PART, [(-1, bytes(16)), (0, bytes(8))])]
+    assert contents.engines == [(PART, [PrefixRun(-1, bytes(16), 16.5), PrefixRun(0, bytes(8))])]
     assert contents.pins == [(b"s\xff", "a", 1.5)]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 from policies.costs.book import CostBook, PrefillJob
 from policies.costs.learned import LearnedCosts
 from policies.predict.blocks import hash_token_blocks
+from policies.predict.prefix_tree import PrefixRun
 from policies.types import CONTEXT_SEPARATOR
 from proxy.request.parse import Endpoint
 from proxy.restart.snapshot_file import Runs, framed, read_snapshot, write_snapshot
@@ -105,15 +105,6 @@ async def test_every_session_in_it_has_its_blocks_although_requests_come_while_i
             assert (await send(running, number))["predicted_cached_tokens"] == 304
 
 
-async def test_pins_of_a_version_without_models_are_left_out(engines: list[StubEngine], tmp_path: Path) -> None:
-    async with proxy_over(engines, tmp_path / "snapshot") as running:
-        running.core.router.state.sessions.pin("session-1", "inst-0", time.monotonic())
-        where = (await send(running, 0))["instance"]
-    async with proxy_over(engines, tmp_path / "snapshot") as running:
-        sessions = running.core.router.state.sessions
-        assert (len(sessions), sessions.count(where)) == (1, 1)
-
-
 async def test_what_an_engine_held_that_restarted_since_is_dropped(engines: list[StubEngine], tmp_path: Path) -> None:
     where = await warmed(engines, tmp_path / "snapshot")
     await engines[0].stop()
@@ -191,7 +182,7 @@ async def test_runs_that_are_no_tree_leave_an_empty_index(
     path = tmp_path / "snapshot"
     await warmed(engines, path)
     contents = read_snapshot(path, MOST)
-    contents.engines[1][1].append((77, bytes(8)))
+    contents.engines[1][1].append(PrefixRun(77, bytes(8)))
     parts = [record for part, runs in contents.engines for record in (framed(part), framed(Runs(runs)))]
     write_snapshot(path, [framed(contents.header), framed(contents.learned), *parts])
     with caplog.at_level(logging.WARNING, "warmroute.snapshot"):
@@ -202,7 +193,7 @@ async def test_runs_that_are_no_tree_leave_an_empty_index(
 
 
 async def learn(engines: list[StubEngine], path: Path) -> LearnedCosts:
-    """Run a proxy that learns times and a text ratio; returns the times."""
+    """PrefixRun a proxy that learns times and a text ratio; returns the times."""
     async with proxy_over(engines, path) as running:
         await send(running, 0)
         router = running.core.router
