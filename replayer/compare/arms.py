@@ -143,6 +143,31 @@ def _stem(arm: ArmRuns) -> str:
     return "" if path is None else path.stem
 
 
+def read_arms(
+    paths: Sequence[Path], specs: Sequence[str] = (), *, force: bool = False
+) -> tuple[list[ArmRuns], Experiment | None]:
+    """The arms that a command is given, the baseline first, and the experiment if it is given one.
+
+    ``compare`` and ``report`` both read their arms here, so that they compare the same ones.
+
+    Args:
+        paths: run files, one for each arm, or the directory of one experiment.
+        specs: NAME=RUN.jsonl,RUN.jsonl,... for arms that were run several times.
+        force: of `read_experiment`.
+
+    Raises:
+        ArmFilesError: a directory among other arms, or arms that cannot be read.
+        RecordError, OSError: a run file cannot be read.
+    """
+    directory = next((path for path in paths if path.is_dir()), None)
+    if directory is None:
+        return unique([*(read_arm("", [path]) for path in paths), *parse_arms(specs)]), None
+    if len(paths) > 1 or specs:
+        raise ArmFilesError(f"{directory}: an experiment's directory holds all arms; give it alone")
+    experiment = read_experiment(directory, force=force)
+    return experiment.arms, experiment
+
+
 def read_experiment(directory: Path, *, force: bool = False) -> Experiment:
     """The runs of ``warmroute experiment run``.
 

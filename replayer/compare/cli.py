@@ -256,25 +256,18 @@ def _read(
     runs: list[Path], specs: list[str], same: list[str], trace: Path | None, *, force: bool
 ) -> tuple[list[ArmRuns], list[ArmRuns], Trace | None, list[str], KeptSettings | None]:
     """Arms, A/A groups, trace, notes, an experiment's settings; an unreadable input ends the command, status 2."""
-    from replayer.compare.arms import ArmFilesError, parse_arms, read_arm, read_experiment, unique
+    from replayer.compare.arms import ArmFilesError, read_arm, read_arms
     from replayer.records.runs import RecordError
     from replayer.traces.loading import load_replayed
     from replayer.traces.trace import TraceError
 
-    arms: list[ArmRuns] = []
     notes: list[str] = []
     settings: KeptSettings | None = None
     try:
-        for path in runs:
-            if not path.is_dir():
-                arms.append(read_arm("", [path]))
-                continue
-            if len(runs) > 1 or specs:
-                _stop(f"{path}: an experiment's directory holds all arms; give it alone")
-            experiment = read_experiment(path, force=force)
-            arms, notes, settings = experiment.arms, experiment.notes, experiment.settings
+        arms, experiment = read_arms(runs, specs, force=force)
+        if experiment is not None:
+            notes, settings = experiment.notes, experiment.settings
             trace = trace or (experiment.trace if experiment.trace and experiment.trace.exists() else None)
-        arms = unique([*arms, *parse_arms(specs)])
         groups = [
             read_arm(f"A/A {number}", [Path(one) for one in spec.split(",")]) for number, spec in enumerate(same, 1)
         ]

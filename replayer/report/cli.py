@@ -125,9 +125,10 @@ def report_command(
         options, applied = found.settings.applied(options, given), found.settings.describe(given)
         extras = replace(extras, notes=[*extras.notes, *([applied] if applied else [])])
     try:
-        comparisons, refusals = compare_all(arms, options, same=_same(aa or []))
+        same = _same(aa or [])
+        comparisons, refusals = compare_all(arms, options, same=same)
         # Each arm's hits have just been checked against the trace.
-        among_the_best = against_leader(arms, options if refusals else replace(options, trace=None))
+        among_the_best = against_leader(arms, options if refusals else replace(options, trace=None), same=same)
         page = make_page(arms, comparisons, title=title, remarks=refusals, among_the_best=among_the_best, extras=extras)
     except BreakdownError as error:
         _stop(str(error))

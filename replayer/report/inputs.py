@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from replayer.compare.arms import EXPERIMENT_FILE, ArmRun, ArmRuns, parse_arms, read_arm, read_experiment, unique
+from replayer.compare.arms import EXPERIMENT_FILE, ArmRun, ArmRuns, read_arms
 from replayer.compare.comparison import KeptSettings
 from replayer.compare.pairing import silence_as_zero
 from replayer.records.breakdown_rows import BreakdownRow, read_rows, rows_of
@@ -84,14 +84,10 @@ class Arm:
     fresh: Mapping[str, Any] | None = None
     arm: Mapping[str, Any] = field(default_factory=dict)
     repeat: str = ""
-    invalid: tuple[str, ...] = ()
-    """The experiment's warnings that call the first run's figures invalid."""
-    recorded: tuple[str, ...] = ()
-    """The experiment's other warnings of the first run."""
-    changed: str = ""
-    """Reason why the first run's file is not the one that the experiment wrote; empty if it is."""
     repeats: tuple[Arm, ...] = ()
     """Further replicates."""
+    found: ArmRuns | None = None
+    """The arm with all its runs as `replayer.compare.arms` read it; None where it was not read from files."""
 
     def runs(self) -> list[OneRun]:
         """All runs, the first one first.
@@ -106,15 +102,10 @@ class Arm:
         return OneRun(run, rows_of(self.breakdown or ()), self.path, self.repeat, self.fresh, self.arm)
 
     def compared(self) -> ArmRuns:
-        """The arm as `replayer.compare.runs` takes it."""
-        every = [self, *self.repeats]
-        return ArmRuns(
-            self.label,
-            [
-                ArmRun(one.run, one.path, one.repeat, invalid=one.invalid, warnings=one.recorded, changed=one.changed)
-                for one in every
-            ],
-        )
+        """The arm as `replayer.compare.runs` takes it: as ``warmroute compare`` has it, if it was read from files."""
+        if self.found is not None:
+            return self.found
+        return ArmRuns(self.label, [ArmRun(one.run, one.path, one.repeat) for one in (self, *self.repeats)])
 
 
 def pooled(runs: Sequence[OneRun]) -> Run:
@@ -170,21 +161,16 @@ def read_inputs(runs: Sequence[Path], specs: Sequence[str] = (), trace: Path | N
         trace: what was replayed; None: an experiment's own.
 
     Raises:
-        ReportError: nothing to report on, a directory among other runs, or another trace than the one replayed.
-        ArmError, RecordError, BreakdownError, TraceError, OSError: a file that cannot be read.
+        ReportError: nothing to report on, or another trace than the one replayed.
+        ArmFilesError, RecordError, BreakdownError, TraceError, OSError: a file that cannot be read.
     """
-    directory = next((path for path in runs if path.is_dir()), None)
-    environment, notes, own, settings = None, [], None, None
-    if directory is not None:
-        if len(runs) > 1 or specs:
-            raise ReportError(f"{directory}: an experiment's directory holds all arms; give it alone")
-        experiment = read_experiment(directory, force=True)
-        found, own, settings = experiment.arms, experiment.trace, experiment.settings
+    directory, environment, notes, own, settings = None, None, [], None, None
+    found, experiment = read_arms(runs, specs, force=True)
+    if experiment is not None:
+        directory, own, settings = runs[0], experiment.trace, experiment.settings
         # First on the page: which runs are not in the figures.
         notes = [note[:1].upper() + note[1:] + "." for note in experiment.notes]
         environment = read_environment(directory)
-    else:
-        found = unique([*(read_arm("", [path]) for path in runs), *parse_arms(specs)])
     if not found and notes:
         raise ReportError(f"{directory}: there is no finished run to report on. {' '.join(notes)}")
     if not found:
@@ -231,12 +217,12 @@ def arm_of(found: ArmRuns) -> Arm:
     every = [_beside(found.label, one) for one in found.runs]
     first, rest = every[0], tuple(every[1:])
     warnings = [warning for one in every for warning in one.warnings]
-    return replace(first, warnings=warnings, repeats=rest)
+    return replace(first, warnings=warnings, repeats=rest, found=found)
 
 
 def _beside(label: str, one: ArmRun) -> Arm:
     if one.path is None:
-        return Arm(label, one.run, repeat=one.repeat, invalid=one.invalid, recorded=one.warnings, changed=one.changed)
+        return Arm(label, one.run, repeat=one.repeat)
     folder = one.path.parent
     # Loose run files share a folder, and what lies there may belong to any of them: only a run's own folder counts.
     alone = len(list(folder.glob("*.jsonl"))) - (folder / BREAKDOWN_FILE).exists() == 1
@@ -245,19 +231,7 @@ def _beside(label: str, one: ArmRun) -> Arm:
     arm = (_read_json(folder / ARM_FILE) if alone else None) or {}
     prefix = f"run {one.repeat}: " if one.repeat else ""
     warnings = [f"{prefix}{warning}" for warning in [one.changed, *(arm.get("warnings") or [])] if warning]
-    return Arm(
-        label,
-        one.run,
-        rows,
-        warnings,
-        one.path,
-        fresh,
-        arm,
-        one.repeat,
-        invalid=one.invalid,
-        recorded=one.warnings,
-        changed=one.changed,
-    )
+    return Arm(label, one.run, rows, warnings, one.path, fresh, arm, one.repeat)
 
 
 def with_rows(arm: Arm, rows: Sequence[BreakdownRow], source: str) -> Arm:

@@ -116,15 +116,17 @@ def compare_all(
 def against_leader(arms: Sequence[Arm], options: CompareOptions | None = None, **fields: Any) -> list[Comparison]:
     """The arms after the first against the one of them with the lowest E2E p50.
 
-    Empty with fewer than two such arms, or when they cannot be compared. Arguments as for `compare_all`.
+    Empty with fewer than two such arms, or when they cannot be compared. Arguments as for `compare_all`. The first arm
+    is compared too and left out afterwards: noise and correction are those of ``compare --baseline LEADER``.
     """
     medians = [(arm, summarise_arm(arm.label, pooled(arm.runs())).summary.total.e2e_s.p50) for arm in arms[1:]]
     timed = [(arm, median) for arm, median in medians if median is not None]
     if len(timed) < 2:
         return []
     leader, _ = min(timed, key=lambda pair: pair[1])
-    comparisons, _ = compare_all([leader, *(arm for arm, _ in timed if arm is not leader)], options, **fields)
-    return comparisons
+    others = [arms[0], *(arm for arm, _ in timed if arm is not leader)]
+    comparisons, _ = compare_all([leader, *others], options, **fields)
+    return [found for found in comparisons if found.candidate_label != arms[0].label]
 
 
 def render(

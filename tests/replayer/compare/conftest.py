@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +12,30 @@ import pytest
 from tests.replayer.constructed_runs import make_run, write_run
 
 MakeExperiment = Callable[..., Path]
+SLOWER = {"linear": 1.0, "lmetric": 0.7}
 
 
 @pytest.fixture
 def experiment(tmp_path: Path) -> MakeExperiment:
-    """Writes ``DIR/experiment.json`` and ``DIR/arms/<arm>/<repeat>/run.jsonl``; keywords change the plan."""
+    """Writes ``DIR/experiment.json`` and ``DIR/arms/<arm>/<repeat>/run.jsonl``.
 
-    def make(*, repeats: int = 2, backend: str = "simulated", proofs: bool = True, **plan: Any) -> Path:
+    ``slower`` has the arms with the factor on their times, the baseline first; other keywords change the plan.
+    """
+
+    def make(
+        *,
+        repeats: int = 2,
+        backend: str = "simulated",
+        proofs: bool = True,
+        slower: Mapping[str, float] = SLOWER,
+        **plan: Any,
+    ) -> Path:
         root = tmp_path / "experiment"
         runs = []
-        for order, (repeat, (arm, slower)) in enumerate(
-            (repeat, arm) for repeat in range(1, repeats + 1) for arm in (("linear", 1.0), ("lmetric", 0.7))
-        ):
+        for order, (repeat, arm) in enumerate((repeat, arm) for repeat in range(1, repeats + 1) for arm in slower):
             folder = root / "arms" / arm / str(repeat)
             folder.mkdir(parents=True)
-            write_run(folder / "run.jsonl", make_run(arm, slower=slower, noise_seed=10 * repeat + len(arm)))
+            write_run(folder / "run.jsonl", make_run(arm, slower=slower[arm], noise_seed=10 * repeat + len(arm)))
             if proofs:
                 proof = {"engines": [{"instance": "inst-0", "problems": []}], "gpus": {"status": "none"}}
                 (folder / "fresh.json").write_text(json.dumps(proof))
@@ -43,9 +52,9 @@ def experiment(tmp_path: Path) -> MakeExperiment:
         values = {
             "schema": 1,
             "backend": backend,
-            "baseline": "linear",
-            "arms": ["linear", "lmetric"],
-            "config": {"arms": {"linear": {"policy": "linear"}, "lmetric": {"policy": "lmetric"}}},
+            "baseline": next(iter(slower)),
+            "arms": list(slower),
+            "config": {"arms": {arm: {"policy": arm} for arm in slower}},
             "runs": runs,
             **plan,
         }
