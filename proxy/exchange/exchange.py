@@ -55,6 +55,8 @@ class Exchange:
         self._attempts = Attempts(core, row, inbound.headers)
         self._encoded = False
         self._echoed: bool | None = None
+        self.whole_bytes = 0
+        """Length in bytes of a whole answer that was relayed."""
 
     async def run(self, parsed: Parsed) -> None:
         """Serve a parsed request until it is answered or its client leaves.
@@ -282,6 +284,7 @@ class Exchange:
         row.outcome = RequestOutcome.OK if answer.status < 400 else RequestOutcome.ENGINE_REFUSED
         if answer.status >= 400:
             routed.commitment.retract(routed.decision.decode_on)
+        self.whole_bytes = len(content) if answer.status < 400 else 0
         self._start(answer, routed, len(content))
         self._inbound.finish(content)
 

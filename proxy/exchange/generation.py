@@ -16,6 +16,7 @@ from proxy.clip import clip
 from proxy.core import Core
 from proxy.errors import RequestError, dialect_of, draining_error
 from proxy.exchange.answer_headers import id_headers
+from proxy.exchange.charges import output_tokens
 from proxy.exchange.exchange import Exchange
 from proxy.exchange.outcomes import outcome_of
 from proxy.exchange.short import ShortExchange
@@ -98,12 +99,18 @@ class Generation:
                 row.outcome = RequestOutcome.REJECTED
             raise
         endpoint = _ENDPOINTS.get(inbound.path)
+        answered: int | None = None
         try:
             if endpoint is not None:
                 parsed = await self._parsed(endpoint, inbound, row, allow_priority=visit.allows_priority)
                 if row.trace is not None:
                     row.trace.named(parsed.fields.model)
-                await Exchange(core, row, inbound, visit).run(parsed)
+                exchange = Exchange(core, row, inbound, visit)
+                try:
+                    await exchange.run(parsed)
+                finally:
+                    whole_tokens = exchange.whole_bytes / core.router.text_ratios.of(endpoint)
+                    answered = output_tokens(row, parsed, whole_tokens)
                 if endpoint is not Endpoint.COMPLETIONS:
                     self._compare_turns(parsed, row)
             else:
@@ -111,7 +118,7 @@ class Generation:
         finally:
             # The prompt of a generation was counted when it began; the tokens of other requests are known at their end.
             before = 0 if endpoint is not None else row.prompt_tokens or 0
-            visit.close(before + (row.completion_tokens or 0))
+            visit.close(before + (row.completion_tokens or 0 if answered is None else answered))
 
     def _identify(self, inbound: Inbound) -> tuple[KeyName | None, Tenant]:
         """Key and tenant. The row has the tenant from here on, also if the request is refused. Raises RequestError."""
