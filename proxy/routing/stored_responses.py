@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -25,6 +25,7 @@ _ID = re.compile(r"[A-Za-z0-9_.:-]{1,256}")
 _MAX_BLOCKS = 1024
 """Block hashes kept of one prompt, 8 bytes each: those of 1 MiB of text with the default block size."""
 _SHOWN_CHARACTERS = 100
+_SHOWN_MODELS = 5
 
 
 class _Stored(NamedTuple):
@@ -143,11 +144,17 @@ class StoredResponses:
         return self._find(response_id, param, now_s)[1]
 
     def continued(self, parsed: Parsed, now_s: float) -> Parsed:
-        """A request that continues a stored response, bound to its engine; any other as it is. Raises as above."""
+        """A request that continues a stored response, bound to its engine; any other as it is.
+
+        Raises:
+            RequestError: as ``instance_of``; 400, the engine does not serve the request's model.
+        """
         fields = parsed.fields
         if not isinstance(fields, ResponsesBody) or not fields.previous_response_id:
             return parsed
         stored, instance = self._find(fields.previous_response_id, "previous_response_id", now_s)
+        if instance.models is not None and instance.models.names and fields.model not in instance.models.names:
+            raise _other_model(fields, instance.name, instance.models.names)
         before = array("Q", stored.hashes).tolist()
         prompt = self._continued_prompt(parsed.prompt, fields, before, stored.text_bytes)
         chain = stored.chain or fields.previous_response_id
@@ -203,6 +210,19 @@ def _is_same(instance: Instance, stored: _Stored) -> bool:
     if instance.url != stored.url:
         return False
     return stored.started_unix_s is None or instance.started_unix_s in {None, stored.started_unix_s}
+
+
+def _other_model(fields: ResponsesBody, instance: str, served: Set[str]) -> RequestError:
+    shown = ", ".join([clip(name, _SHOWN_CHARACTERS) for name in sorted(served)[:_SHOWN_MODELS]])
+    return RequestError(
+        400,
+        f"the response {clip(fields.previous_response_id or '', _SHOWN_CHARACTERS)!r} is stored by an engine "
+        f"({instance}) that does not serve the model {clip(fields.model, _SHOWN_CHARACTERS)!r}: continue it with a "
+        f"model of that engine ({shown}{', …' if len(served) > _SHOWN_MODELS else ''}), or send the whole conversation "
+        "as input",
+        code="response_of_other_model",
+        param="model",
+    )
 
 
 def _missing(message: str, code: str, param: str) -> RequestError:

@@ -170,6 +170,19 @@ async def test_an_unknown_id_is_refused_without_an_engine(start_proxy: StartProx
     assert sum(len(engine.paths) for engine in typed(proxy)) == 1
 
 
+async def test_a_follow_up_with_a_model_of_another_engine_is_refused_as_such(start_proxy: StartProxy) -> None:
+    proxy = await start_proxy(engines=[TypedEngine(model="alpha"), TypedEngine(model="beta")])
+    response_id, _ = await create(proxy, model="alpha")
+    answer = await proxy.client.post("/v1/responses", json=request(model="beta", previous_response_id=response_id))
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "response_of_other_model", "model")
+    assert "continue it with a model of that engine (alpha), or send the whole conversation" in error["message"]
+    assert (await proxy.rows())[-1]["outcome"] == "rejected"
+    assert len(typed(proxy)[1].seen) == 0
+    await create(proxy, model="alpha", previous_response_id=response_id)
+    assert ledger_is_zero(await proxy.settled())
+
+
 async def test_a_response_is_lost_with_its_engine(start_proxy: StartProxy) -> None:
     proxy = await start(start_proxy, 2)
     response_id, instance = await create(proxy)

@@ -8,6 +8,7 @@ import pytest
 
 from proxy.errors import RequestError
 from proxy.fleet.instances import Instance, Instances
+from proxy.fleet.models import ModelList
 from proxy.request.parse import Endpoint, Prompt
 from proxy.routing.stored_responses import StoredResponses
 from proxy.settings import HealthSettings, InstanceSettings, ResponseSettings
@@ -95,6 +96,33 @@ def test_a_follow_up_has_the_stored_blocks_before_its_own() -> None:
     assert continued.prompt.continued
     plain = parse_request(Endpoint.RESPONSES, b'{"model":"m","input":"x"}', 16, 1024)
     assert responses.continued(plain, 0.0) is plain
+
+
+def test_a_follow_up_with_a_model_of_other_engines_names_those_of_its_engine() -> None:
+    instances = fleet("a", "b")
+    responses = stored(instances)
+    responses.learn("resp_1", instances["a"], PROMPT, 0.0)
+    body = b'{"model":"beta","input":"x","previous_response_id":"resp_1"}'
+    parsed = parse_request(Endpoint.RESPONSES, body, 16, 1024)
+    assert responses.continued(parsed, 0.0).only == "a", "its models are unknown"
+    instances.listed("a", ModelList())
+    assert responses.continued(parsed, 0.0).only == "a", "a restarted engine has not listed its models"
+    instances.listed("a", ModelList(names=frozenset({"alpha", *(f"lora-{number}" for number in range(9))})))
+    instances.listed("b", ModelList(names=frozenset({"beta"})))
+    with pytest.raises(RequestError) as refused:
+        responses.continued(parsed, 0.0)
+    error = refused.value
+    assert (error.status, error.code, error.param) == (400, "response_of_other_model", "model")
+    assert "(alpha, lora-0, lora-1, lora-2, lora-3, …)" in error.message
+    assert "'resp_1'" in error.message
+    assert "'beta'" in error.message
+    instances["a"].healthy = False
+    with pytest.raises(RequestError) as refused:
+        responses.continued(parsed, 0.0)
+    assert (refused.value.status, refused.value.code) == (503, "response_unavailable")
+    instances["a"].healthy = True
+    instances.listed("a", ModelList(names=frozenset({"alpha", "beta"})))
+    assert responses.continued(parsed, 0.0).only == "a"
 
 
 def test_a_conversation_counts_instructions_and_tools_once() -> None:
