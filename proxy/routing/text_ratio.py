@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from proxy.request.parse import Endpoint
 
 _WEIGHT = 0.1
+_FULL_TOKENS = 1_000
+"""Tokens from which a request has the whole weight. Shorter ones have a part of it by their length, as a mean over
+tokens: one client's many tiny prompts must not set the ratio by which the prompts of all others are counted."""
 _MAX_CHANGE = 0.05
 """Largest share by which one request moves the ratio: ten outliers in a row change it by a factor of 1.6."""
 LEAST, MOST = 1.0, 16.0
@@ -14,7 +17,7 @@ LEAST, MOST = 1.0, 16.0
 
 
 class TextRatios:
-    """The ratio of each endpoint: exponential averages with bounded steps."""
+    """The ratio of each endpoint: exponential averages, weighted by length, with bounded steps."""
 
     def __init__(self, initial: float) -> None:
         self._initial = initial
@@ -31,7 +34,7 @@ class TextRatios:
         seen = text_bytes / prompt_tokens
         if LEAST <= seen <= MOST:
             ratio = self.of(endpoint)
-            change = _WEIGHT * (seen - ratio)
+            change = _WEIGHT * min(1.0, prompt_tokens / _FULL_TOKENS) * (seen - ratio)
             self._learned[endpoint] = ratio + min(_MAX_CHANGE * ratio, max(-_MAX_CHANGE * ratio, change))
 
     @property

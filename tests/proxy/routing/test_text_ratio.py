@@ -18,6 +18,25 @@ def test_endpoints_learn_apart() -> None:
     assert ratios.of(Endpoint.COMPLETIONS) == 4.0
 
 
+def test_tiny_prompts_of_another_client_do_not_distort_the_ratio() -> None:
+    ratios = TextRatios(3.98)
+    for _ in range(60):
+        ratios.learn(Endpoint.COMPLETIONS, 1, 1)
+    assert ratios.of(Endpoint.COMPLETIONS) == pytest.approx(3.98, rel=0.01)
+    for _ in range(200):
+        ratios.learn(Endpoint.COMPLETIONS, 4_000, 1_000)
+        for _ in range(10):
+            ratios.learn(Endpoint.COMPLETIONS, 1, 1)
+    assert ratios.of(Endpoint.COMPLETIONS) == pytest.approx(4.0, rel=0.02)
+
+
+def test_short_prompts_are_learned_from_in_proportion_to_their_tokens() -> None:
+    ratios = TextRatios(4.0)
+    for _ in range(1_000):
+        ratios.learn(Endpoint.CHAT, 300, 100)
+    assert ratios.of(Endpoint.CHAT) == pytest.approx(3.0, rel=0.01)
+
+
 @given(st.integers(-(10**9), 10**9), st.integers(-(10**9), 10**9))
 def test_one_request_moves_the_ratio_by_five_percent_at_most(text_bytes: int, tokens: int) -> None:
     ratios = TextRatios(4.0)
