@@ -201,7 +201,7 @@ class Quota:
             self._digested = None
 
     def spend(self, tokens: int, now_s: float) -> None:
-        """Count tokens of a prompt or of an answer."""
+        """Count tokens of a prompt or of an answer; negative: give back what an estimate was too high by."""
         if self._tokens is not None:
             self._tokens.wait_s(now_s)
             self._tokens.spend(tokens)

@@ -20,7 +20,7 @@ _NAME = re.compile(rb"[A-Za-z0-9._@-]{1,64}")
 class Visit:
     """One request of a tenant, from its headers to its end; ``close`` returns its places in the key's limits."""
 
-    __slots__ = ("_counted", "_quota", "_session", "_single", "allows_priority", "tenant")
+    __slots__ = ("_counted", "_prompt_tokens", "_quota", "_session", "_single", "allows_priority", "tenant")
 
     def __init__(self, tenant: Tenant, quota: Quota | None) -> None:
         self.tenant = tenant
@@ -30,6 +30,7 @@ class Visit:
         self._session = ""
         self._single = False
         self._counted = False
+        self._prompt_tokens = 0
 
     def begin(self, session_id: str | None, request_id: str, prompt_tokens: int) -> None:
         """Count session and prompt; a request without a session is a session of its own until it ends.
@@ -41,6 +42,7 @@ class Visit:
         if quota is None:
             return
         now_s = time.monotonic()
+        self._prompt_tokens = prompt_tokens  # also if it is refused now: then nothing of it is counted at its end
         self._single = session_id is None
         # Separate names, so that no request id can be taken for a session.
         self._session = f"request {request_id}" if session_id is None else f"session {session_id}"
@@ -48,7 +50,10 @@ class Visit:
         quota.spend(prompt_tokens, now_s)
 
     def close(self, tokens: int) -> None:
-        """End the request, which had so many tokens that were not counted when it began."""
+        """End the request, which had so many tokens, its prompt's among them; those counted before are taken off.
+
+        An estimate of the prompt that was too high is given back.
+        """
         quota = self._quota
         if quota is None:
             return
@@ -56,8 +61,8 @@ class Visit:
         quota.leave()
         if self._counted:
             quota.end(self._session, now_s, keep=not self._single)
-        if tokens:
-            quota.spend(tokens, now_s)
+        if uncounted := tokens - self._prompt_tokens:
+            quota.spend(uncounted, now_s)
 
 
 _ANYBODY = Visit(NO_TENANT, None)

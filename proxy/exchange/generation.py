@@ -116,9 +116,7 @@ class Generation:
             else:
                 await ShortExchange(core, row, inbound, allow_priority=visit.allows_priority).run()
         finally:
-            # The prompt of a generation was counted when it began; the tokens of other requests are known at their end.
-            before = 0 if endpoint is not None else row.prompt_tokens or 0
-            visit.close(before + (row.completion_tokens or 0 if answered is None else answered))
+            visit.close((row.prompt_tokens or 0) + (row.completion_tokens or 0 if answered is None else answered))
 
     def _identify(self, inbound: Inbound) -> tuple[KeyName | None, Tenant]:
         """Key and tenant. The row has the tenant from here on, also if the request is refused. Raises RequestError."""

@@ -9,8 +9,10 @@ import pytest
 
 from policies.row import Row
 from proxy.access.keys import KeyName
+from proxy.access.quotas import Quota
 from proxy.exchange.charges import output_tokens
 from proxy.request.parse import Endpoint
+from proxy.settings import ClientKey
 from tests.proxy.access.test_keys import ADMIN, KEY, OK, bearer, entry, started
 from tests.proxy.conftest import Running, StartProxy
 from tests.proxy.request.parsing import parse_request
@@ -130,3 +132,41 @@ async def test_an_answer_with_usage_counts_as_reported_and_a_refusal_counts_no_o
     before = counted(proxy)
     assert (await proxy.client.post("/v1/completions", json=OK, headers=bearer(KEY))).status_code == 400
     assert counted(proxy) - before == PROMPT
+
+
+@pytest.mark.parametrize("bytes_per_token", [1.0, 4.0, 16.0])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_estimated_prompt_is_corrected_by_the_engines_count(
+    start_proxy: StartProxy, bytes_per_token: float, stream: bool
+) -> None:
+    proxy = await start(start_proxy, StubEngine(), index={"bytes_per_token": bytes_per_token})
+    body = {**OK, "prompt": "x" * 8_000, "stream": stream}
+    await proxy.client.post("/v1/completions", json=body, headers=bearer(KEY))
+    [row] = await proxy.rows()
+    assert counted(proxy) == row["prompt_tokens"] + row["completion_tokens"] == 8_002 // 4 + 4
+
+
+async def test_an_estimate_stays_where_the_engine_reports_nothing(start_proxy: StartProxy) -> None:
+    proxy = await start(start_proxy, StubEngine(mode="refuse_input"), index={"bytes_per_token": 4.0})
+    await proxy.client.post("/v1/completions", json={**OK, "prompt": "x" * 8_000}, headers=bearer(KEY))
+    assert counted(proxy) == 2_000
+
+
+async def test_a_request_that_a_limit_refuses_counts_no_tokens(start_proxy: StartProxy) -> None:
+    keys = {"client": [entry("one", KEY, max_tokens_per_min=10**6, max_sessions=1)], "admin": [entry("root", ADMIN)]}
+    proxy = await started(start_proxy, engines=[StubEngine(tokens=4)], keys=keys)
+    statuses = []
+    for session in ("a", "b"):
+        headers = {**bearer(KEY), "x-session-id": session}
+        statuses.append((await proxy.client.post("/v1/completions", json=OK, headers=headers)).status_code)
+    assert statuses == [200, 429]
+    assert counted(proxy) == PROMPT + 4
+
+
+def test_what_is_given_back_does_not_exceed_the_minute() -> None:
+    quota = Quota(ClientKey(name="one", sha256="0" * 64, max_tokens_per_min=600), 0.0)
+    quota.spend(1_000, 0.0)
+    quota.spend(-900, 0.0)
+    assert (quota.use(0.0).tokens, quota.use(0.0).tokens_left) == (100, 500)
+    quota.spend(-900, 0.0)
+    assert quota.use(0.0).tokens_left == 600
