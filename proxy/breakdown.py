@@ -252,7 +252,7 @@ class Breakdown:
             last = newest + 1 if before is None else before
             found = await _matching((each for each in since if each[0] < last), wanted, limit)
             more = found[-1][0] if len(found) == limit else min(newest, last - 1)
-            return RowPage(found, first + 1, more)
+            return RowPage(found, first + 1 if first else None, more)
         if before is None:
             found = await _matching(chain(lines.newest_first(), rejected.newest_first()), wanted, limit + 1)
         else:

@@ -258,7 +258,10 @@ class Core:
         known, health = self.instances.served.names, self.settings.health
         if model in known or not self.instances.all_listed(2 * health.interval_s + health.timeout_s):
             return
-        listed = ", ".join(sorted(known)[:_SHOWN_MODELS]) + (", …" if len(known) > _SHOWN_MODELS else "")
+        names = sorted(
+            {*known, *(name for name, stands_for in self.router.aliases.exact.items() if stands_for in known)}
+        )
+        listed = ", ".join(names[:_SHOWN_MODELS]) + (", …" if len(names) > _SHOWN_MODELS else "")
         raise RequestError(
             404,
             f"the model {clip(model, _SHOWN_CHARACTERS)!r} does not exist; available: {listed or 'none'}",

@@ -71,6 +71,8 @@ async def first_model(
     try:
         async with asyncio.timeout(CONTROL_TIMEOUT_S), http.get(url, headers=headers) as response:
             answer = await response.read()
+            if response.status in {401, 403}:
+                advice = "give a key that it accepts (see --help)"
             if response.status != 200:
                 raise EndpointError(f"{url} answered {response.status}; {advice}")
         models = msgspec.json.decode(answer, type=_Models).data

@@ -38,6 +38,8 @@ class Stub:
     """An OpenAI endpoint. ``faults`` maps request ids to what goes wrong."""
 
     url: str = ""
+    key: str = ""
+    """Without it the list of models is refused; empty: none is wanted."""
     calls: list[Call] = field(default_factory=list)
     faults: dict[str, str] = field(default_factory=dict)
     delay_s: float = 0.0
@@ -116,7 +118,9 @@ class Stub:
             await response.write(data[start : start + size])
             await asyncio.sleep(0)
 
-    async def models(self, _request: web.Request) -> web.Response:
+    async def models(self, request: web.Request) -> web.Response:
+        if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
+            return web.Response(status=401)
         return web.json_response({"object": "list", "data": [{"id": "stub-model", "object": "model"}]})
 
 

@@ -126,6 +126,9 @@ async def test_the_answer_has_cursors(start_proxy: StartProxy) -> None:
     answer = (await proxy.client.get("/breakdown", params={"limit": 3, "before": 4})).json()
     assert [row["row"] for row in answer["rows"]] == [1, 2, 3]
     assert answer["next"] == {"before": None, "after": 3}
+    for after, before in ((0, None), (99_999, None), (2, 3)):
+        page = (await proxy.client.get("/breakdown", params={"limit": 1, "after": after})).json()
+        assert page["next"]["before"] == before
     lines = (await proxy.client.get("/breakdown", params={"format": "jsonl", "after": 3})).text.splitlines()
     assert [json.loads(line)["row"] for line in lines] == [4, 5]
 

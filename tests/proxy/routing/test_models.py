@@ -69,6 +69,12 @@ async def test_a_session_on_an_engine_without_the_model_continues_elsewhere(star
         assert (answer.status_code, answer.headers["x-warmroute-instance"]) == (200, name)
 
 
+async def test_the_refusal_of_an_unknown_model_names_aliases_of_those_that_are_served(start_proxy: StartProxy) -> None:
+    aliases = {"gpt-4o": "stub", "gone": "elsewhere", "claude-*": "stub"}
+    proxy = await start_proxy(1, models={"aliases": aliases})
+    assert "available: gpt-4o, stub" in (await ask(proxy, "gpt-9")).text
+
+
 async def test_a_model_known_nowhere_is_refused_without_an_engine(start_proxy: StartProxy) -> None:
     proxy = await start_proxy(2)
     for name in ("gpt-9", "x" * 150):

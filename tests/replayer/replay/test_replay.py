@@ -123,6 +123,16 @@ async def test_an_endpoint_without_models_is_an_error_before_anything_is_written
     assert not output.exists()
 
 
+async def test_an_endpoint_that_wants_a_key_is_an_error_that_says_so(stub: Stub, tmp_path: Path) -> None:
+    stub.key = "right"
+    for key in (None, "wrong"):
+        with pytest.raises(EndpointError, match="answered 401; give a key that it accepts"):
+            await replay_trace(make_trace(), tmp_path / "a.jsonl", ReplayOptions(endpoint=stub.url, api_key=key))
+    run = await replay_trace(make_trace(), tmp_path / "b.jsonl", ReplayOptions(endpoint=stub.url, api_key="right"))
+    assert run.end is not None
+    assert run.end.ok
+
+
 @pytest.mark.parametrize("model", [None, "m"])
 @pytest.mark.parametrize(
     ("endpoint", "words"),
