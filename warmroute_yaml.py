@@ -99,6 +99,8 @@ def load_yaml(text: str | IO[str]) -> Any:
 
 _NO_SECTION = frozenset({"model_type", "model_attributes_type", "dict_type"})
 """Pydantic's types of a value where a section belongs; its own words name classes."""
+_NO_LIST = frozenset({"tuple_type", "list_type", "set_type", "frozen_set_type"})
+"""The same where a list belongs."""
 
 
 def problem_text(problem: Mapping[str, Any], known: Sequence[str] = ()) -> str:
@@ -112,6 +114,9 @@ def problem_text(problem: Mapping[str, Any], known: Sequence[str] = ()) -> str:
     if problem["type"] in _NO_SECTION:
         value = problem["input"]
         return f"expected keys with values, found {'nothing' if value is None else type(value).__name__}"
+    if problem["type"] in _NO_LIST:
+        value = problem["input"]
+        return f"expected a list, found {'nothing' if value is None else type(value).__name__}"
     return str(problem["msg"]).removeprefix("Value error, ")
 
 

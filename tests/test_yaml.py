@@ -118,3 +118,10 @@ def test_a_file_of_the_name_of_a_profile_is_not_the_profile(tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     assert hardware_file("h200") == ROOT / "configs" / "hardware" / "h200.yaml"
     assert hardware_file("h200.yaml") == Path("h200.yaml")
+
+
+def test_an_empty_list_is_refused_in_the_words_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text("sessions: {headers: }\ninstances: [{name: a, url: http://a}]\n")
+    with pytest.raises(ValueError, match=r"sessions\.headers: expected a list, found nothing"):
+        load_settings(path)

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from proxy.settings import EngineTemplate, InstanceSettings
+from warmroute_yaml import problem_text
 
 
 def instance_at(
@@ -51,9 +52,9 @@ def instance_at(
 
 def problem_of(error: ValidationError) -> str:
     """First problem of a validation in one line, without the values."""
-    first = error.errors(include_input=False, include_url=False)[0]
-    where = ".".join(str(part) for part in first["loc"])
-    return f"{where}: {first['msg']}" if where else str(first["msg"])
+    first = error.errors(include_url=False)[0]
+    where, what = ".".join(str(part) for part in first["loc"]), problem_text(first)
+    return f"{where}: {what}" if where else what
 
 
 def _url(scheme: str, host: str, port: int | None) -> str | None:
