@@ -455,3 +455,31 @@ async def test_an_engine_that_keeps_abandoned_kv_is_recycled(pair: SmallPair) ->
     assert row["offload_reason"] == "chosen", row
     assert pair.d.state(0).recycles == before.recycles + 1
     await proxy.settled()
+
+
+async def test_text_that_an_engine_has_evicted_is_not_expected_there(pair: SmallPair) -> None:
+    """Without KV events: the index has blocks of text, the engine's pool is one of tokens."""
+    instances = [{"name": pair.d.name(0), "url": pair.d.file.url(0), "role": "none"}]
+    settings = load_settings(None, port=0, instances=instances, log_level="warning", **SETTINGS)
+    async with (
+        serving(settings) as (_, url),
+        httpx.AsyncClient(base_url=url, timeout=120, trust_env=False) as client,
+    ):
+        proxy = Proxy(url, client, pair.d.file.request_model)
+        await proxy.until_healthy(pair.d.name(0))
+
+        async def sent(number: int) -> dict[str, Any]:
+            text = " ".join(random.Random(f"text {number}").choices(["alpha", "beta", "gamma", "delta"], k=520))
+            said = await proxy.say(proxy.body(text, max_tokens=1, chat=number % 2 == 0))
+            row = await proxy.row(said.request_id)
+            assert row is not None
+            return row
+
+        count = tokens = 0
+        while tokens < 3 * POOL_BLOCKS * BLOCK:
+            tokens += (await sent(count))["prompt_tokens"]
+            count += 1
+        latest, oldest = await sent(count - 1), await sent(0)
+        assert latest["predicted_cached_tokens"] > 0 < latest["actual_cached_tokens"]
+        assert oldest["predicted_cached_tokens"] == 0, f"{oldest['actual_cached_tokens']} of {tokens} tokens in {count}"
+        assert oldest["actual_cached_tokens"] < BLOCK * 3, "the first blocks are the chat's template"
