@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from functools import partial
+from heapq import nsmallest
+from itertools import chain
 
 import httpx
 
@@ -258,9 +260,9 @@ class Core:
         known, health = self.instances.served.names, self.settings.health
         if model in known or not self.instances.all_listed(2 * health.interval_s + health.timeout_s):
             return
-        names = sorted(
-            {*known, *(name for name, stands_for in self.router.aliases.exact.items() if stands_for in known)}
-        )
+        aliases = self.router.aliases.exact.items()
+        served = (name for name, stands_for in aliases if stands_for in known and name not in known)
+        names = nsmallest(_SHOWN_MODELS + 1, chain(known, served))
         listed = ", ".join(names[:_SHOWN_MODELS]) + (", …" if len(names) > _SHOWN_MODELS else "")
         raise RequestError(
             404,
