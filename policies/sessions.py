@@ -1,4 +1,4 @@
-"""Session pins: the instance a session last ran on, bounded in number and in time."""
+"""Session pins: the instance that each session's context was last on, bounded in number and in time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 
 class SessionTable:
-    """Session id -> instance, least recently used first. O(1) per call, amortised."""
+    """Instance by context (`RequestView.context_id`), least recently used first. O(1) per call, amortised."""
 
     def __init__(self, capacity: int = 100_000, ttl_s: float = 3600.0) -> None:
         """At most ``capacity`` sessions; one idle for ``ttl_s`` seconds is dropped."""
@@ -25,25 +25,25 @@ class SessionTable:
     def __len__(self) -> int:
         return len(self._pins)
 
-    def instance_of(self, session_id: str, now_s: float) -> str | None:
+    def instance_of(self, context_id: str, now_s: float) -> str | None:
         """Instance the session is pinned to, or None. Does not refresh the pin."""
         self._expire(now_s)
-        pin = self._pins.get(session_id)
+        pin = self._pins.get(context_id)
         return pin[0] if pin else None
 
-    def pin(self, session_id: str, instance: str, now_s: float) -> None:
+    def pin(self, context_id: str, instance: str, now_s: float) -> None:
         """Pin a session, or move and refresh its pin."""
         self._expire(now_s)
-        old = self._pins.pop(session_id, None)
+        old = self._pins.pop(context_id, None)
         if old:
             self._uncount(old[0])
-        self._pins[session_id] = (instance, now_s)
+        self._pins[context_id] = (instance, now_s)
         self._per_instance[instance] += 1
         while len(self._pins) > self._capacity:
             self._drop_oldest()
 
     def pins(self, now_s: float) -> Iterator[tuple[str, str, float]]:
-        """Yield session id, instance and idle time in seconds, most recently used first; the table may change."""
+        """Yield a context's key, its instance and idle seconds, most recently used first; the table may change."""
         # Pins are removed and inserted again, so a dict's own order is that of use; listing it is 10 times as fast.
         for session in reversed(list(dict.keys(self._pins))):
             pin = self._pins.get(session)

@@ -260,9 +260,9 @@ class FleetState:
     def set_capacity(self, instance: str, kv_capacity_tokens: int, block_tokens: float) -> None:
         """Set the engine's KV pool in tokens, which bounds its shadow index."""
         known = self._instances[instance]
-        known.kv_capacity_tokens, known.block_tokens = kv_capacity_tokens, block_tokens
+        known.kv_capacity_tokens = kv_capacity_tokens
         if kv_capacity_tokens and block_tokens:
-            self.index.add_instance(instance, max(1, int(kv_capacity_tokens / block_tokens)))
+            self.index.add_instance(instance, max(1, int(kv_capacity_tokens / block_tokens)), block_tokens)
 
     def set_usage(self, instance: str, kv_used_tokens: int) -> None:
         """Set the KV in use as the engine reported it, in tokens."""
@@ -276,9 +276,9 @@ class FleetState:
 
     def pool_tokens(self, instances: Collection[str]) -> int:
         """Sum of the KV pools of ``instances`` in tokens; 0 if that of one is unknown."""
-        return self.room(instances).pool_tokens
+        return self.room(instances, ONE_PART).pool_tokens
 
-    def room(self, instances: Collection[str], parts: Parts = ONE_PART) -> Room:
+    def room(self, instances: Collection[str], parts: Parts) -> Room:
         """Pools and prefills of ``instances``; ``parts``: those of the fleet that have no model in common."""
         account_of, unused, remote = self.ledger.accounts.get, self.ledger.unused, self.ledger.remote
         each, pools, smallest, prefilling = [], 0, inf, 0
@@ -349,15 +349,13 @@ class FleetState:
             new_on_prefill = request.prompt_tokens - prefill.cached_tokens
             queued = order.queued(new_on_prefill, prefill.cached_tokens, ordered=known[prefill.instance].ordered)
             prefill_lease = self.ledger.acquire(prefill.instance, new_on_prefill, request.prompt_tokens, now_s, queued)
-            weight = known[prefill.instance].weight(request)
-            added[prefill.instance] = self.index.insert(prefill.instance, request.block_hashes, weight)
+            added[prefill.instance] = self.index.insert(prefill.instance, request.block_hashes, request.block_tokens)
             promised.add(prefill.instance, request)
             self.offloads_in_flight += 1
             new_on_decode = 0
         queued = order.queued(new_on_decode, decision.cached_tokens, ordered=known[decision.decode_on].ordered)
         decode_lease = self.ledger.acquire(decision.decode_on, new_on_decode, request.prompt_tokens, now_s, queued)
-        weight = known[decision.decode_on].weight(request)
-        added[decision.decode_on] = self.index.insert(decision.decode_on, request.block_hashes, weight)
+        added[decision.decode_on] = self.index.insert(decision.decode_on, request.block_hashes, request.block_tokens)
         promised.add(decision.decode_on, request)
         workload = Workload.of(request, chosen, prefill, self.offloads_in_flight, self.costs.bytes_per_token)
         not_yet_on_decode = new_tokens - new_on_decode
@@ -379,17 +377,17 @@ class FleetState:
         self.shared = self.accounts.shared = shared
         self._sequence += turn
 
-    def pinned_elsewhere(self, session_id: str, instance: str, context_tokens: int, at_s: float) -> None:
-        """Another replica sent a request of a session to an instance; the latest such news counts, own ones included.
+    def pinned_elsewhere(self, context_id: str, instance: str, context_tokens: int, at_s: float) -> None:
+        """Another replica sent a request of a context to an instance; the latest such news counts, own ones included.
 
         Args:
             context_tokens: length of its prompt.
             at_s: time of its decision.
         """
         assert self.shared is not None
-        if instance in self._instances and self.shared.ran_elsewhere(session_id, instance, context_tokens, at_s):
-            self.sessions.pin(session_id, instance, at_s)
-            self.accounts.ran_elsewhere(session_id)
+        if instance in self._instances and self.shared.ran_elsewhere(context_id, instance, context_tokens, at_s):
+            self.sessions.pin(context_id, instance, at_s)
+            self.accounts.ran_elsewhere(context_id)
 
     def _learn_context(self, request: RequestView, shared: SharedSessions) -> None:
         """Take what another replica sent of this session as cached there: its turns continue each other."""
@@ -397,4 +395,4 @@ class FleetState:
         if context is not None and request.block_tokens:
             blocks = request.block_hashes[: int(context.tokens // request.block_tokens)]
             if blocks:
-                self.index.insert(context.instance, blocks, self._instances[context.instance].weight(request))
+                self.index.insert(context.instance, blocks, request.block_tokens)

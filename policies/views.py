@@ -23,14 +23,8 @@ class KnownInstance:
     kv_used_tokens: int = 0
     promised_at_report_tokens: int = 0
     restarts: int = 0
-    block_tokens: float = 0.0
-    """Of the engine's blocks; 0: not known."""
     ordered: bool = False
     """Its engine computes waiting prompts by ``priority`` (`policies.costs.order`)."""
-
-    def weight(self, request: RequestView) -> float:
-        """Number of the engine's blocks that one of a request's counts as; 1 if the engine's are not known."""
-        return request.block_tokens / self.block_tokens if self.block_tokens and request.block_tokens else 1.0
 
 
 class Viewer:

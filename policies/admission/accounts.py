@@ -242,12 +242,12 @@ class SessionAccounts:
         for name in [name for name, account in self._kept.items() if account.home is home]:
             self._forget(name, self._kept[name])
 
-    def ran_elsewhere(self, session_id: str) -> None:
+    def ran_elsewhere(self, context_id: str) -> None:
         """A request of the session was sent by another replica, whose account has it from now on."""
         self.settle()
-        account = self._kept.get(session_id)
+        account = self._kept.get(context_id)
         if account is not None:
-            self._forget(session_id, account)
+            self._forget(context_id, account)
 
     def in_flight_of(self, names: Set[str]) -> Set[str]:
         """Those of the sessions that are in flight, with a rule that holds."""
@@ -257,28 +257,28 @@ class SessionAccounts:
         """Those of the sessions that are kept, as of the last call with a time, with a rule that holds."""
         return names & self._kept.keys()
 
-    def still_held(self, session_id: str, now_s: float) -> None:
+    def still_held(self, context_id: str, now_s: float) -> None:
         """A request of the session has been held until now: a kept one is kept for as long, as by ``view_of``."""
-        account = self._kept.get(session_id)
+        account = self._kept.get(context_id)
         if account is not None:
             account.since_s = now_s
-            self._kept.move_to_end(session_id)
+            self._kept.move_to_end(context_id)
 
-    def view(self, session_id: str | None, now_s: float, waited_s: float = 0.0) -> SessionView:
+    def view(self, context_id: str | None, now_s: float, waited_s: float = 0.0) -> SessionView:
         """A session without the request that is about to be sent."""
         if self._waiting:
             self.settle()
-        if session_id is None:
+        if context_id is None:
             return SessionView(waited_s=waited_s)
-        account = self._active.get(session_id)
+        account = self._active.get(context_id)
         if account is not None:
             return SessionView(account.in_flight, account.context_tokens, 0.0, account.turns, waited_s)
-        account = kept = self._kept.get(session_id)
+        account = kept = self._kept.get(context_id)
         if kept is None and self.shared is not None:
-            elsewhere = self.shared.elsewhere(session_id, now_s - self._gaps.keep_s)
+            elsewhere = self.shared.elsewhere(context_id, now_s - self._gaps.keep_s)
             if elsewhere is not None:
                 return SessionView(0, elsewhere.tokens, max(0.0, now_s - elsewhere.at_s), 1, waited_s, True)
-        if account is None and (account := self._past.get(session_id)) is None:
+        if account is None and (account := self._past.get(context_id)) is None:
             return SessionView(waited_s=waited_s)
         idle_s = max(0.0, now_s - account.since_s)
         return SessionView(0, account.context_tokens, idle_s, account.turns, waited_s, kept is not None)

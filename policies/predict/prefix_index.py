@@ -40,22 +40,29 @@ class PrefixIndex:
         self._default_capacity = capacity_blocks
         self._serial = 0
         self._trees: dict[str, PrefixTree] = {}
+        self._block_tokens: dict[str, float] = {}
+        """Of the engine's blocks, where they are known."""
         self._distinct = ((0, 0), 0)
 
-    def add_instance(self, instance: str, capacity_blocks: int | None = None) -> None:
-        """Register an instance; a known one keeps its blocks and takes the new bound."""
+    def add_instance(self, instance: str, capacity_blocks: int | None = None, block_tokens: float = 0.0) -> None:
+        """Register an instance; a known one keeps its blocks and takes the new bound.
+
+        ``block_tokens``: tokens of a block of the engine's; 0: not known, so that each block of a prompt counts as one.
+        """
         capacity = self._default_capacity if capacity_blocks is None else capacity_blocks
         _check_capacity(capacity)
         if instance in self._trees:
             self._trees[instance].resize(capacity)
         else:
             self._trees[instance] = PrefixTree(capacity)
+        self._block_tokens[instance] = block_tokens
 
     def remove_instance(self, instance: str) -> None:
         """Forget an instance and all its blocks; unknown names are ignored."""
         tree = self._trees.pop(instance, None)
         if tree is not None:
             tree.clear()
+            del self._block_tokens[instance]
 
     def clear_instance(self, instance: str) -> None:
         """Drop the blocks of an instance that restarted; it stays registered."""
@@ -72,12 +79,14 @@ class PrefixIndex:
         """Longest prefix held by one instance, in blocks."""
         return self._trees[instance].match(hashes)
 
-    def insert(self, instance: str, hashes: Sequence[int], weight: float = 1.0) -> Insertion:
+    def insert(self, instance: str, hashes: Sequence[int], block_tokens: float = 0.0) -> Insertion:
         """Add a prompt's blocks as most recently used on ``instance``, its tail less recently than its head.
 
-        ``weight``: the number of the engine's blocks that each counts as.
+        ``block_tokens``: tokens of each; 0: not known, so that it counts as one of the engine's.
         """
         self._serial += 1
+        engine = self._block_tokens[instance]
+        weight = block_tokens / engine if engine and block_tokens else 1.0
         return Insertion(instance, hashes, self._trees[instance].insert(hashes, self._serial, weight), self._serial)
 
     def retract(self, insertion: Insertion) -> None:

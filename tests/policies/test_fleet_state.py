@@ -8,6 +8,7 @@ from policies.hotspots import HotspotTracker
 from policies.ledger import Ledger
 from policies.predict.predictor import cacheable_tokens
 from policies.predict.prefix_index import PrefixIndex
+from policies.replicas.shared_sessions import SharedSessions
 from policies.sessions import SessionTable
 from policies.snapshot import FleetColumns, FleetSnapshot
 from policies.state import Commitment, FleetState
@@ -236,6 +237,22 @@ def test_the_engine_pool_bounds_the_shadow_index() -> None:
     state.set_capacity("inst-0", 0, 64.0)
     assert state.index.capacity("inst-0") == 11_538
     assert view_of(state, ask(), "inst-0").kv_capacity_tokens == 0
+
+
+def test_a_block_of_text_fills_the_pool_by_its_tokens() -> None:
+    """Also where the request decodes elsewhere than it is prefilled, and after a turn through another replica."""
+    state = state_of(2)
+    state.share(SharedSessions())
+    for name in state.instances:
+        state.set_capacity(name, 16_000, 16.0)
+    text = RequestView("r", 1_024, (1, 2, 3, 4), block_tokens=256.0, exact=False, session_id="s")
+    fleet = state.snapshot(text, 0.0, state.instances)
+    state.commit(text, fleet, decision_for(text, "inst-0", "inst-1"), 0.0)
+    assert [state.index.blocks(name) for name in ("inst-0", "inst-1")] == [64, 64]
+    state.pinned_elsewhere("t", "inst-0", 512, 1.0)
+    other = text._replace(block_hashes=(5, 6, 7, 8), session_id="t")
+    state.snapshot(other, 2.0, state.instances)
+    assert state.index.blocks("inst-0") == 96
 
 
 def test_promised_kv_is_what_the_engine_has_not_reported_yet() -> None:

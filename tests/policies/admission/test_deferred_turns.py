@@ -12,6 +12,7 @@ from policies.admission.accounts import DEFERRED, SessionAccounts
 from policies.admission.base import AdmissionView, SessionView
 from policies.admission.never_hold import NeverHold
 from policies.admission.residency import Residency
+from policies.admission.room import ONE_PART
 from policies.admission.turns import Turn
 from policies.admission.working_set import WorkingSet
 from policies.classes import ClassThresholds
@@ -216,7 +217,7 @@ def test_shadow_rules_of_a_fleet_that_never_holds_see_every_turn() -> None:
     for number in range(3):
         fleet.serve(number, float(number), finish=False)
         request = RequestView("seen", 16, session_id="other")
-        fleet.routing.gate.observe_offer(request, fleet.routing.state.room(NAMES), float(number))
+        fleet.routing.gate.observe_offer(request, fleet.routing.state.room(NAMES, ONE_PART), float(number))
     assert [view.active_sessions for view in views] == [1, 2, 3]
 
 

@@ -14,7 +14,7 @@ from policies.admission.base import AdmissionReason, AdmissionRule, AdmissionVie
 from policies.admission.gate import AdmissionGate
 from policies.admission.line import Held
 from policies.admission.residency import Residency
-from policies.admission.room import Room
+from policies.admission.room import ONE_PART, Room
 from policies.admission.session_cap import SessionCap
 from policies.admission.working_set import WorkingSet
 from policies.state import Commitment, FleetState
@@ -59,14 +59,14 @@ class Fleet:
         hashes = range(first, first + step.blocks)
         name = f"{step.session}-{turn}"
         request = RequestView(name, step.blocks * BLOCK, hashes, float(BLOCK), session_id=str(step.session))
-        answer = self.gate.offer(request, self.state.room(NAMES), now_s)
+        answer = self.gate.offer(request, self.state.room(NAMES, ONE_PART), now_s)
         if isinstance(answer, Held):
             self._look(now_s)
         else:
             self._send(request, answer, now_s)
 
     def _look(self, now_s: float) -> None:
-        while (held := self.gate.examine(self.state.room(NAMES), now_s)) is not None:
+        while (held := self.gate.examine(self.state.room(NAMES, ONE_PART), now_s)) is not None:
             assert held.admitted is not None
             self._send(held.request, held.admitted, now_s)
 
@@ -218,7 +218,7 @@ def test_reasons_are_those_of_now_and_change_nothing() -> None:
     for number in range(8):
         fleet.play(Step(number, 40, 0.0, None), 0.0)
     assert len(fleet.gate) == 5
-    room, before = fleet.state.room(NAMES), fleet.state.accounts.contexts()
+    room, before = fleet.state.room(NAMES, ONE_PART), fleet.state.accounts.contexts()
     line = fleet.gate.line(20.0)
     first = fleet.gate.reasons(3, room, 20.0)
     assert [held for held, _ in first] == line[:3]
@@ -233,7 +233,7 @@ def test_reasons_are_those_of_now_and_change_nothing() -> None:
     assert fleet.gate.line(20.0) == line
     # The first would be sent at the next look: it keeps the reason of its offer.
     fleet.flying.pop().release(21.0)
-    assert fleet.gate.reasons(1, fleet.state.room(NAMES), 60.0)[0] == (line[0], line[0].hold)
+    assert fleet.gate.reasons(1, fleet.state.room(NAMES, ONE_PART), 60.0)[0] == (line[0], line[0].hold)
     assert len(fleet.gate.reasons(9, room, 20.0)) == 5
 
 

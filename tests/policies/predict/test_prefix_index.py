@@ -197,22 +197,22 @@ def test_entering_a_prompt_again_reads_no_block_twice_and_few_of_them() -> None:
 def test_blocks_of_text_fill_the_pool_by_their_tokens() -> None:
     """A pool of 100 blocks of 16 tokens holds six prompts of a text block of 256 tokens each."""
     index = PrefixIndex(1_000)
-    index.add_instance("a", 100)
+    index.add_instance("a", 100, 16)
     for number in range(10):
-        index.insert("a", [number], 16.0)
+        index.insert("a", [number], 256.0)
     assert [index.match_one("a", [number]) for number in range(10)] == [0] * 4 + [1] * 6
     assert index.blocks("a") == 96
-    index.insert("a", [9], 17.5)
+    index.insert("a", [9], 280.0)
     assert index.blocks("a") == 98, "the estimate of its tokens has changed"
-    index.insert("a", list(range(100, 160)))
+    index.insert("a", list(range(100, 160)), 16.0)
     assert [index.match_one("a", [number]) for number in range(4, 10)] == [0, 0, 0, 0, 1, 1]
 
 
 def test_weights_come_back_with_a_copy() -> None:
     index, again = PrefixIndex(100), PrefixIndex(100)
     for each in (index, again):
-        each.add_instance("a")
-    index.insert("a", [1, 2, 3], 16.25)
-    index.insert("a", [1, 9])
+        each.add_instance("a", block_tokens=16)
+    index.insert("a", [1, 2, 3], 260.0)
+    index.insert("a", [1, 9], 16.0)
     again.restore("a", index.runs("a"))
     assert again.blocks("a") == index.blocks("a") == 34

@@ -13,6 +13,8 @@ from policies.predict.prefix_tree import _Node
 NAMES = st.sampled_from(["a", "b", "c", "d"])
 PROMPTS = st.lists(st.integers(0, 2), max_size=9).map(lambda ids: hash_token_blocks(ids, 1))
 
+ENGINE_BLOCK_TOKENS = 16.0
+
 
 class _ModelInstance:
     """Blocks in a plain list, least recently used first."""
@@ -53,7 +55,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
 
     @rule(name=NAMES, capacity=st.none() | st.integers(1, 12))
     def add_or_resize(self, name: str, capacity: int | None) -> None:
-        self.index.add_instance(name, capacity)
+        self.index.add_instance(name, capacity, ENGINE_BLOCK_TOKENS)
         bound = 12 if capacity is None else capacity
         model = self.model.setdefault(name, _ModelInstance(bound))
         model.capacity = bound
@@ -68,7 +70,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
     @rule(data=st.data(), hashes=PROMPTS, weight=st.sampled_from([1.0, 1.0, 0.25, 2.5, 16.0]))
     def insert(self, data: st.DataObject, hashes: list[int], weight: float) -> None:
         name = data.draw(st.sampled_from(sorted(self.model)))
-        insertion = self.index.insert(name, hashes, weight)
+        insertion = self.index.insert(name, hashes, ENGINE_BLOCK_TOKENS * weight)
         self.insertions.append(insertion)
         assert hashes[insertion.held :] == self.model[name].insert(hashes, insertion.serial, weight)
 

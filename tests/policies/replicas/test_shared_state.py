@@ -5,7 +5,7 @@ from __future__ import annotations
 from policies.admission.base import AdmissionReason, Admit
 from policies.admission.gate import AdmissionGate
 from policies.admission.line import Held
-from policies.admission.room import Room
+from policies.admission.room import ONE_PART, Room
 from policies.admission.working_set import WorkingSet
 from policies.ledger import Account, Ledger
 from policies.replicas.shared_sessions import Context, SharedSessions
@@ -57,7 +57,7 @@ def test_views_have_the_load_of_all_replicas() -> None:
     assert (seen.decoding_tokens, seen.kv_promised_tokens) == (5_000, 7_000)
     assert seen.recent_tokens == (1_600 + 800) / 2, "both halved after one half-life"
     assert view_of(state, request, "inst-0").pending_prefill_tokens == 70
-    assert state.room(["inst-0", "inst-1"]).prefilling == 3
+    assert state.room(["inst-0", "inst-1"], ONE_PART).prefilling == 3
 
 
 def test_totals_and_own_requests_leave_other_replicas_out() -> None:
