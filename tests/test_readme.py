@@ -13,6 +13,7 @@ from sim.offline.simulate import SimOptions, simulate
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+FIGURES = (ROOT / "docs" / "figures.md").read_text(encoding="utf-8")
 PERFORMANCE = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
 
 
@@ -32,8 +33,8 @@ def agrees(shown: str, value: float | None) -> bool:
 def test_the_policies_figures_are_those_of_the_demo_s_trace_in_virtual_time(tmp_path: Path) -> None:
     demo = load_demo(DEMO_CONFIG)
     fleet = demo.fleet_of(demo.arms[0])
-    assert f"--requests {demo.trace.requests} --seed {demo.trace.seed} " in README
-    assert f"--profile {fleet.sim.profile} --sweep" in README
+    assert f"--requests {demo.trace.requests} --seed {demo.trace.seed}\n" in FIGURES
+    assert f"--profile {fleet.sim.profile} --sweep" in FIGURES
     trace = make_trace(demo, tmp_path / "trace.jsonl")
     options = SimOptions(instances=fleet.instances, profile=fleet.sim.profile)
     measured: dict[str, dict[str, float | None]] = {}

@@ -1,4 +1,4 @@
-"""Sentences of docs/head-to-head.md and the README on short prompts on one H200, computed from their records."""
+"""Sentences of docs/head-to-head.md and docs/figures.md on short prompts on one H200, computed from their records."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from replayer.records.runs import RequestRecord
 
 _ROOT = Path(__file__).parents[3]
 _PAGE = (_ROOT / "docs" / "head-to-head.md").read_text(encoding="utf-8")
-_README = (_ROOT / "README.md").read_text(encoding="utf-8")
+_FIGURES = (_ROOT / "docs" / "figures.md").read_text(encoding="utf-8")
 _SECTION = _PAGE.partition("### Short prompts, on one H200")[2].partition("<!-- short prompts, first: begin -->")[0]
 _FOLDERS = ("routers-azure-h200-first", "routers-azure-h200", "routers-rag-h200")
 
@@ -51,7 +51,7 @@ def test_retrieval() -> None:
     assert f"TTFT p90 is {_first_ms(warm, 0.9)} ms, with `llmd_affinity` {_first_ms(llmd, 0.9)} and with" in _SECTION
     assert f"vLLM Router's `cache_aware` {_first_ms(vllm, 0.9)} ms, both surely less" in _SECTION
     assert f"(mean {_mean_e2e(warm)}, {_mean_e2e(llmd)} and {_mean_e2e(vllm)} s)" in _SECTION
-    assert f"(TTFT p90 of retrieval {_first_ms(warm, 0.9)} instead of {_first_ms(llmd, 0.9)} ms)" in _README
+    assert f"(TTFT p90 of retrieval {_first_ms(warm, 0.9)} instead of {_first_ms(llmd, 0.9)} ms)" in _FIGURES
     alone = _judged("routers-rag-h200", "warm,step_s=0", 2.0, 5.3)
     assert f"TTFT p90 of retrieval is {_first_ms(alone, 0.9)} ms, surely less" in _SECTION
 

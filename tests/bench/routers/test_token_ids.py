@@ -1,4 +1,4 @@
-"""Sentences of docs/head-to-head.md and the README on the runs with token ids on H200s, computed from their records."""
+"""Sentences of docs/head-to-head.md and docs/figures.md on the runs with token ids on H200s, from their records."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from replayer.records.runs import RequestRecord
 
 _ROOT = Path(__file__).parents[3]
 _PAGE = (_ROOT / "docs" / "head-to-head.md").read_text(encoding="utf-8")
-_README = (_ROOT / "README.md").read_text(encoding="utf-8")
+_FIGURES = " ".join((_ROOT / "docs" / "figures.md").read_text(encoding="utf-8").split())
 
 
 @cache
@@ -49,9 +49,7 @@ def test_the_second_stretch_of_chat() -> None:
     folder = "routers-chat-h200-second"
     warm, sticky, vllm = (_mean(each, "e2e_scheduled_s") for each in _judged(folder, 34.8, *arms))
     assert f"mean E2E is {warm} s, {sticky} and {vllm} s with the other two" in _PAGE
-    assert (
-        f"[{warm} s](docs/head-to-head.md#a-stretch-that-nothing-was-chosen-on) beside {sticky} and {vllm} s" in _README
-    )
+    assert f"[{warm} s](head-to-head.md#a-stretch-that-nothing-was-chosen-on) beside {sticky} and {vllm} s" in _FIGURES
     waits = [_p90(each) for each in _judged(folder, 34.8, *arms)]
     assert f"TTFT p90 is {waits[0]} s, {waits[1]} and {waits[2]} s, both surely more" in _PAGE
     short = [_mean(each, "e2e_scheduled_s") for each in _judged(folder, 34.8, *arms, only=PlannedClass.WARM)]
@@ -67,7 +65,7 @@ def test_agents_on_two_gpus() -> None:
     folder = "routers-agents-h200-2x"
     warm, vllm, lmetric = _judged(folder, 46.6, "warm", "vllm:cache_aware", "lmetric")
     assert f"its TTFT p90 is {_p90(vllm)} s, with `warm` {_p90(warm)} s, surely more" in _PAGE
-    assert f"TTFT p90 is {_p90(warm)} instead of {_p90(vllm)} s" in _README
+    assert f"TTFT p90 is {_p90(warm)} instead of {_p90(vllm)} s" in _FIGURES
     whole = [_mean(each, "e2e_scheduled_s") for each in (vllm, warm, lmetric)]
     assert f"(mean E2E {whole[0]} and {whole[1]} s)" in _PAGE
     assert f"(mean E2E {whole[2]} s, E2E p50 +50 % [31, 72])" in _PAGE
@@ -85,7 +83,7 @@ def test_agents_beside_session_sticky() -> None:
     assert f"(E2E p50 {half[0]} and {half[1]} s)" in _PAGE
     whole, waits = [_mean(each, "e2e_scheduled_s") for each in pair], [_p90(each) for each in pair]
     assert f"mean E2E {whole[0]} and {whole[1]} s, TTFT p90 {waits[0]} and\n{waits[1]} s." in _PAGE
-    assert f"than with `session_sticky` ({waits[0]} and {waits[1]} s)" in _README
+    assert f"than with `session_sticky` ({waits[0]} and {waits[1]} s)" in _FIGURES
     rates = {
         run.label: sum(each.hit_tokens for each in run.counters) / sum(each.lookup_tokens for each in run.counters)
         for run in read_records(_ROOT / "docs" / "results" / folder).values()
