@@ -18,6 +18,7 @@ from policies.admission.base import (
     SessionView,
     checked_answer,
 )
+from policies.admission.homes import RemoteContexts, sums_of
 from policies.admission.line import Held
 from policies.classes import ClassThresholds
 from policies.offload.never import Never
@@ -55,6 +56,26 @@ def test_a_session_counts_where_its_last_request_was_sent() -> None:
     assert uses(accounts, "a", "b") == [(0, 0, 0, 0), (0, 0, 1, 3_000)]
     accounts.begin("s", 3_500, 3.0, "a")
     assert uses(accounts, "a", "b") == [(1, 3_500, 0, 0), (0, 0, 0, 0)]
+
+
+def test_contexts_of_other_replicas_add_to_those_on_an_instance() -> None:
+    accounts = accounts_of("a", "b")
+    accounts.begin("s", 1_000, 0.0, "a")
+    accounts.begin("t", 500, 0.0, "a")
+    accounts.end("t", 1.0)
+    accounts.homes.set_elsewhere([{"a": (2, 70, 5, 300)}, {"a": (1, 30, 2, 100), "b": (3, 9, 4, 8)}])
+    assert uses(accounts, "a", "b") == [(4, 1_100, 8, 900), (3, 9, 4, 8)]
+    assert accounts.homes.sums_elsewhere() == (6, 109, 11, 408)
+    assert sums_of(accounts.homes.uses([("a", POOL, 0), ("b", POOL, 0)])) == (7, 1_109, 12, 908)
+    accounts.homes.set_elsewhere([])
+    assert uses(accounts, "a", "b") == [(1, 1_000, 1, 500), (0, 0, 0, 0)]
+
+
+def test_time_that_other_replicas_lost_is_a_share_of_that_of_the_instances() -> None:
+    remote = RemoteContexts(lost_shares={"a": 0.5, "b": 0.25})
+    assert remote.lost_share(3) == 0.25
+    assert remote.lost_share(2, ["b", "c"]) == 0.125
+    assert (remote.lost_share(0), RemoteContexts().lost_share(3)) == (0.0, 0.0)
 
 
 def test_a_restarted_instance_keeps_no_context() -> None:
