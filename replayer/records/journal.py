@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -40,7 +41,8 @@ class Journal:
         resume: continue an existing file; a missing one is created.
 
     Raises:
-        RecordError: the file exists (without resume), is no regular file, is complete, or belongs to another run.
+        RecordError: the file exists (without resume), is no regular file, is complete, belongs to another run, or is
+            being written by another process.
         OSError: the file cannot be opened.
     """
 
@@ -52,25 +54,43 @@ class Journal:
         if path.exists() and not path.is_file():
             # Reading a device such as /dev/full never ends, nor does opening a pipe that nobody reads.
             raise RecordError(f"{path}: is no regular file; give the name of a new one as --output")
-        has_lines = path.exists() and b"\n" in path.read_bytes()
         if not resume and path.exists() and path.stat().st_size:
             raise RecordError(f"{path}: exists already; give another --output, or --resume to continue it")
-        if has_lines:
-            self._check(header)
-        self.ok = sum(record.ok for record in self.recorded.values())
-        self.count = len(self.recorded)
+        self.ok = self.count = 0
         self._broken = False
-        self._file: IO[bytes] = path.open("r+b" if has_lines else "wb")
-        if has_lines:
-            # A crash may have left an incomplete last line.
-            self._file.seek(path.read_bytes().rfind(b"\n") + 1)
-            self._file.truncate()
-            header.options = header.options | {"resumed_after_requests": self.count}
+        # Neither way of opening truncates: until it is locked, the file may be another process's.
+        self._file: IO[bytes] = path.open("r+b" if path.exists() else "xb")
         try:
+            self._lock()
+            self._continue(header)
             self._write(header)
-        except RecordError:
+        except (OSError, RecordError):
             self.close()
             raise
+
+    def _lock(self) -> None:
+        """Lock the file against other writers; the lock ends with this process, even if it is killed."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RecordError(
+                f"{self.path}: another replay is writing it; wait for its end, or give another --output"
+            ) from error
+        except OSError:
+            return  # a file system without locks
+
+    def _continue(self, header: RunHeader) -> None:
+        """Take over what a run before has written, and go to the end of its last whole line."""
+        content = self.path.read_bytes()
+        end = content.rfind(b"\n") + 1
+        if end:
+            self._check(header)
+            self.count = len(self.recorded)
+            self.ok = sum(record.ok for record in self.recorded.values())
+            header.options = header.options | {"resumed_after_requests": self.count}
+        # A crash may have left an incomplete last line.
+        self._file.seek(end)
+        self._file.truncate()
 
     def _check(self, header: RunHeader) -> None:
         run = read_run(self.path)

@@ -258,6 +258,19 @@ async def test_an_interrupted_run_is_resumed_without_sending_anything_twice(
     assert summary_lines(summarise(run))[1].startswith(f"resumed after {len(first.records)} requests: ")
 
 
+async def test_a_run_that_is_being_written_is_neither_resumed_nor_touched(stub: Stub, tmp_path: Path) -> None:
+    trace, output = make_trace(sessions=1, turns=3), tmp_path / "run.jsonl"
+    stub.delay_s = 0.05
+    recorded = asyncio.Event()
+    first = asyncio.create_task(replay_trace(trace, output, options(stub), on_record=lambda _: recorded.set()))
+    await recorded.wait()
+    with pytest.raises(RecordError, match="another replay is writing it"):
+        await replay_trace(trace, output, options(stub), resume=True)
+    run = await first
+    assert_one_record_each(run, trace)
+    assert len(output.read_bytes().splitlines()) == len(trace.requests) + 2
+
+
 async def test_resume_refuses_another_run_and_a_complete_one(stub: Stub, tmp_path: Path) -> None:
     output = tmp_path / "run.jsonl"
     trace = make_trace(1, 2)
