@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from policies.registry import make_routing
@@ -13,6 +14,7 @@ from replayer.compare.arms import ArmRun, ArmRuns
 from replayer.compare.freshness import stale_reasons
 from replayer.compare.runs import CompareOptions, ComparisonError, compare, compare_arms
 from replayer.records.runs import Run
+from replayer.records.summary import summarise
 from replayer.traces.synth import SynthOptions, synthetic_trace
 from replayer.traces.trace import Trace
 from sim.offline.simulate import Noise, SimOptions, simulate
@@ -69,6 +71,22 @@ def test_hits_are_held_against_the_ideal_of_the_plan(fresh: Run) -> None:
     [reason] = stale_reasons(warm)
     assert "above the" in reason
     assert "one infinite cache" in reason
+
+
+@pytest.mark.parametrize("more_cached", [0, 30_000])
+def test_requests_that_failed_are_part_of_the_ideal(fresh: Run, more_cached: int) -> None:
+    """The survivors of timeouts and refusals hit more than the plan as a whole; nothing warm is needed for that."""
+    ttfts_s = sorted(record.ttft_s or 0.0 for record in fresh.records)
+    limit_s = ttfts_s[len(ttfts_s) * 3 // 4]
+    records = []
+    for record in warmed(fresh, more_cached, after=5).records:
+        failed = {"ok": False, "error": "timeout", "prompt_tokens": None, "completion_tokens": None}
+        late = {**failed, "cached_tokens": None} if (record.ttft_s or 0.0) > limit_s else {}
+        records.append(msgspec.structs.replace(record, **late))
+    run = fresh._replace(records=records)
+    assert (summarise(run).apc or 0.0) > fresh.header.offered["ideal_apc"] + 0.05
+    reasons = stale_reasons(run)
+    assert ["above the" in reason for reason in reasons] == ([True] if more_cached else [])
 
 
 def test_the_trace_shows_what_totals_do_not(fresh: Run, trace: Trace) -> None:
