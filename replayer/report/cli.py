@@ -143,6 +143,8 @@ def report_command(
     except OSError as error:
         _stop(not_written(error, figures or output, "--figures"))
     console = Console(highlight=False)
+    for note in found.notes:
+        console.print(Text(note), style="red")
     if comparisons:
         print_verdict(console, comparisons, among_the_best)
     if applied:
