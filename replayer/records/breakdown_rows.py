@@ -74,7 +74,9 @@ _DECODER = msgspec.json.Decoder(_Stored)
 
 
 def read_rows(path: str | Path) -> list[BreakdownRow]:
-    """Rows of the proxy's ``/breakdown?format=jsonl``, or of ``warmroute simulate --breakdown-output``.
+    """Rows of the proxy's ``/breakdown?format=jsonl`` or its files, or of ``warmroute simulate --breakdown-output``.
+
+    A last line that is cut off, by a crash or because it is still being written, is ignored.
 
     Raises:
         BreakdownError: a line is not a breakdown row.
@@ -87,6 +89,8 @@ def read_rows(path: str | Path) -> list[BreakdownRow]:
                 try:
                     rows.append(_row(_DECODER.decode(line)))
                 except BAD_JSON as error:
+                    if rows and not line.endswith(b"\n"):
+                        break
                     raise BreakdownError(f"{path}:{number}: not a breakdown row ({error})") from error
     return rows
 

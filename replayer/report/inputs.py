@@ -235,7 +235,9 @@ def _beside(label: str, one: ArmRun) -> Arm:
 
 
 def with_rows(arm: Arm, rows: Sequence[BreakdownRow], source: str) -> Arm:
-    """The arm with other breakdown rows of its first run, and a warning if some are not of that run.
+    """The arm with other breakdown rows of its first run, and warnings if some are not of that run or some are missing.
+
+    Of a request with several rows, as one that an interrupted and resumed run sent twice, the last counts.
 
     Raises:
         ReportError: no row is of that run, or many are of another run of its trace, whose requests have the same ids.
@@ -244,22 +246,34 @@ def with_rows(arm: Arm, rows: Sequence[BreakdownRow], source: str) -> Arm:
     elsewhere = sum(
         None not in (placed := requests.get(row.request_id), row.instance) and placed != row.instance for row in rows
     )
+    last = {row.request_id: row for row in rows if row.request_id in requests}
+    strange = sum(row.request_id not in requests for row in rows)
+    repeated = len(rows) - strange - len(last)
     if elsewhere > MOST_ELSEWHERE * len(rows):
         raise ReportError(
             f"{source}: {elsewhere:,} of {len(rows):,} rows name another instance than the first run of arm "
             f"{arm.label} has for the request, as rows of another run of the trace do; give the rows that were "
             "collected during that run"
         )
-    strange = sum(row.request_id not in requests for row in rows)
-    if not strange:
-        return replace(arm, breakdown=rows)
-    if strange == len(rows):
+    if repeated > MOST_ELSEWHERE * len(rows):
+        raise ReportError(
+            f"{source}: {repeated:,} of {len(rows):,} rows are of requests with another row, as in a file of several "
+            f"runs of the trace; give the rows that were collected during the first run of arm {arm.label} (each has "
+            "its arrived_unix_s)"
+        )
+    if rows and strange == len(rows):
         raise ReportError(
             f"{source}: none of its {len(rows):,} rows has a request_id of the first run of arm {arm.label}; give the "
             "rows that were collected during that run"
         )
-    warning = f"{source}: {strange:,} of {len(rows):,} rows are of no request of the run (request_id)"
-    return replace(arm, breakdown=rows, warnings=[*arm.warnings, warning])
+    warnings = []
+    if strange:
+        warnings.append(f"{source}: {strange:,} of {len(rows):,} rows are of no request of the run (request_id)")
+    succeeded = [record.request_id for record in arm.run.records if record.ok]
+    if missing := sum(request_id not in last for request_id in succeeded):
+        warnings.append(f"{source}: {missing:,} of {len(succeeded):,} successful requests of the run have no row in it")
+    counted = [row for row in rows if last.get(row.request_id, row) is row]
+    return replace(arm, breakdown=counted, warnings=[*arm.warnings, *warnings])
 
 
 def read_environment(directory: Path) -> Mapping[str, Any] | None:

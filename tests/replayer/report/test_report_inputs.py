@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import typer
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from policies.registry import make_routing
 from replayer.compare.arms import ArmRun, ArmRuns
@@ -228,54 +228,6 @@ def test_run_files_with_a_breakdown_each(app: typer.Typer, stored: Store, tmp_pa
     assert re.search(r"slow against baseline: better on none and worse on \d+ of \d+ metrics", result.output)
     assert re.search(r"▲ \d+ worse", result.output)
     assert "Proxy breakdown: slow, 1 rows" in output.read_text()
-
-
-@pytest.mark.usefixtures("undrawn")
-@pytest.mark.parametrize(("moved", "refused"), [(0, False), (1, False), (4, True)])
-def test_rows_of_another_run_of_the_same_trace_are_refused_by_their_instances(
-    app: typer.Typer, stored: Store, tmp_path: Path, moved: int, refused: bool
-) -> None:
-    """Request ids are of the trace, so another arm's rows have the same ones."""
-    run, rows = make_run(sessions=8), tmp_path / "rows.jsonl"
-    records = run.records[:20]
-    rows.write_bytes(
-        b"".join(
-            msgspec.json.encode(
-                {"request_id": one.request_id, "outcome": "ok", "instance": "moved" if place < moved else one.instance}
-            )
-            + b"\n"
-            for place, one in enumerate(records)
-        )
-    )
-    options = ["--output", str(tmp_path / "report.html"), "--breakdown", f"baseline={rows}"]
-    result = CliRunner().invoke(app, ["report", str(stored(run)), *options])
-    assert result.exit_code == (2 if refused else 0), result.output
-    assert ("4 of 20 rows name another instance than the first run" in " ".join(result.output.split())) is refused
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_breakdown_rows_of_another_run_are_counted_and_refused_if_none_fits(
-    app: typer.Typer, stored: Store, tmp_path: Path
-) -> None:
-    run, rows, output = make_run(sessions=3), tmp_path / "rows.jsonl", tmp_path / "report.html"
-    own, others = [record.request_id for record in run.records[:3]], ["other-1", "other-2"]
-
-    def reported(ids: list[str]) -> Result:
-        rows.write_bytes(b"".join(msgspec.json.encode({"request_id": one, "outcome": "ok"}) + b"\n" for one in ids))
-        options = ["--output", str(output), "--breakdown", f"baseline={rows}"]
-        return CliRunner().invoke(app, ["report", str(stored(run)), *options])
-
-    refused = reported(others)
-    assert refused.exit_code == 2
-    assert "none of its 2 rows has a request_id of the first run of arm baseline" in refused.output
-    assert not output.exists()
-    mixed = reported(own + others)
-    assert mixed.exit_code == 0, mixed.output
-    sentence = "2 of 5 rows are of no request of the run"
-    assert sentence in mixed.output
-    assert sentence in output.read_text()
-    assert reported(own).exit_code == 0
-    assert "of no request" not in output.read_text()
 
 
 @pytest.mark.parametrize(
