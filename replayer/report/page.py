@@ -15,8 +15,10 @@ from replayer.compare.arms import ArmRuns
 from replayer.compare.comparison import CompareOptions, Comparison
 from replayer.compare.conditions import refuse_or_note
 from replayer.compare.matrix import leader_sentence, matrix_of
+from replayer.compare.pairing import align
 from replayer.compare.runs import ComparisonError, compare_arms
 from replayer.compare.verdict import cell_of
+from replayer.compare.window import choose_window, in_class
 from replayer.records.breakdown_rows import BreakdownError, BreakdownRow
 from replayer.records.breakdown_rows import read_objects as read_breakdown
 from replayer.records.classes import CLASSES
@@ -114,19 +116,42 @@ def compare_all(
 
 
 def against_leader(arms: Sequence[Arm], options: CompareOptions | None = None, **fields: Any) -> list[Comparison]:
-    """The arms after the first against the one of them with the lowest E2E p50.
+    """The arms after the first against the one of them with the lowest E2E p50 over requests that succeeded in all.
 
     Empty with fewer than two such arms, or when they cannot be compared. Arguments as for `compare_all`. The first arm
     is compared too and left out afterwards: noise and correction are those of ``compare --baseline LEADER``.
     """
-    medians = [(arm, summarise_arm(arm.label, pooled(arm.runs())).summary.total.e2e_s.p50) for arm in arms[1:]]
-    timed = [(arm, median) for arm, median in medians if median is not None]
-    if len(timed) < 2:
+    chosen = options or CompareOptions(**{name: value for name, value in fields.items() if name != "same"})
+    timed = [arm for arm in arms[1:] if all(any(record.ok for record in one.run.records) for one in arm.runs())]
+    leader = _fastest(timed, chosen) if len(timed) > 1 else None
+    if leader is None:
         return []
-    leader, _ = min(timed, key=lambda pair: pair[1])
-    others = [arms[0], *(arm for arm, _ in timed if arm is not leader)]
+    others = [arms[0], *(arm for arm in timed if arm is not leader)]
     comparisons, _ = compare_all([leader, *others], options, **fields)
     return [found for found in comparisons if found.candidate_label != arms[0].label]
+
+
+def _fastest(arms: Sequence[Arm], options: CompareOptions) -> Arm | None:
+    """The arm with the lowest E2E p50 over the compared requests that succeeded in every run of all; None without any.
+
+    Over each arm's own successful requests, one that fails at the slow ones would be the fastest.
+    """
+    groups = [[one.run for one in arm.runs()] for arm in arms]
+    requests, columns = align([run for group in groups for run in group], clock=options.clock)
+    _, inside = choose_window(
+        requests.planned_s,
+        requests.input_tokens,
+        requests.session_of,
+        skip_first_s=options.skip_first_s,
+        skip_last_s=options.skip_last_s,
+    )
+    kept = inside & in_class(requests.classes, options.only_class)
+    kept = np.logical_and.reduce([kept, *(run.ok & np.isfinite(run.e2e_s) for run in columns)])
+    if not kept.any():
+        return None
+    medians = iter([np.median(run.e2e_s[kept]) for run in columns])
+    values = [np.mean(np.log([next(medians) for _ in group])) for group in groups]
+    return arms[int(np.argmin(values))]
 
 
 def render(

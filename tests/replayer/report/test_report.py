@@ -12,6 +12,7 @@ import pytest
 
 from replayer.compare.comparison import Comparison
 from replayer.compare.runs import ComparisonError, compare
+from replayer.records.runs import Run
 from replayer.report.figures import latency as figures_latency
 from replayer.report.figures import style as figures
 from replayer.report.page import (
@@ -314,6 +315,26 @@ def test_the_leader_is_the_fastest_of_the_arms_after_the_first_and_the_others_ar
     found = [(one.baseline_label, one.candidate_label) for one in against_leader(arms, resamples=1000)]
     assert found == [("fast", "slow")]
     assert against_leader(arms[:2], resamples=1000) == []
+
+
+def test_an_arm_that_fails_at_the_slow_requests_is_not_the_leader() -> None:
+    base, quick, shedding = make_run(), make_run(noise_seed=2), make_run(slower=1.3, noise_seed=3)
+    limit_s = sorted(record.e2e_s or 0.0 for record in shedding.records)[len(shedding.records) // 4]
+    for record in shedding.records:
+        record.ok = (record.e2e_s or 0.0) <= limit_s
+    assert median_e2e_s(shedding) < median_e2e_s(quick)
+    arms = [Arm("base", base), Arm("quick", quick), Arm("shedding", shedding)]
+    [found] = against_leader(arms, resamples=1000)
+    assert (found.baseline_label, found.candidate_label) == ("quick", "shedding")
+    for record in shedding.records:
+        record.ok = record.turn == 1
+    for record in quick.records:
+        record.ok = record.turn == 2
+    assert against_leader(arms, resamples=1000) == []
+
+
+def median_e2e_s(run: Run) -> float:
+    return float(np.median([record.e2e_s for record in run.records if record.ok and record.e2e_s is not None]))
 
 
 def test_labels_that_would_upset_the_figures_are_drawn() -> None:
