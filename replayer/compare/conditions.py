@@ -12,7 +12,7 @@ import msgspec
 from replayer.compare.arms import ArmRun, ArmRuns
 from replayer.compare.freshness import FRESH_FILE, engines_of, stale_reasons
 from replayer.records.counted import counted
-from replayer.records.runs import Run
+from replayer.records.runs import RequestRecord, Run
 from replayer.traces.trace import Trace
 
 _MUST_AGREE = {
@@ -108,6 +108,7 @@ def refuse_or_note(arms: Sequence[ArmRuns], trace: Trace | None, *, force: bool)
         *resumed,
         *warm,
         *_shared(named),
+        *_short(named),
         *_worth_telling(named, () if declared else _WORTH_TELLING_OPTIONS),
     ]
 
@@ -247,6 +248,19 @@ def _reused(named: Sequence[tuple[str, ArmRun]]) -> list[str]:
                 reasons.append(f"{name} was measured on a warm fleet: {engine} served {other} as well")
                 break
     return reasons
+
+
+def _short(named: Sequence[tuple[str, ArmRun]]) -> list[str]:
+    """Answers that were cut short, as by a smaller model length, count as successful and end early."""
+    counts = {name: sum(_is_short(record) for record in one.run.records) for name, one in named}
+    if not any(counts.values()):
+        return []
+    listed = ", ".join(f"{count:,} in {name}" for name, count in counts.items() if count)
+    return [f"answers shorter than requested: {listed}; E2E and times of sessions are of less work there"]
+
+
+def _is_short(record: RequestRecord) -> bool:
+    return record.ok and record.completion_tokens is not None and record.completion_tokens < record.output_length
 
 
 def _worth_telling(named: Sequence[tuple[str, ArmRun]], options: Sequence[str]) -> list[str]:

@@ -169,6 +169,17 @@ def test_other_fleets_of_loose_runs_are_named() -> None:
     assert not any("instances" in warning for warning in compare_arms(declared)[0].warnings)
 
 
+def test_answers_that_were_cut_short_are_named() -> None:
+    """They count as successful, and are early because there was less to generate."""
+    whole, cut = make_run("a"), make_run("b", noise_seed=2)
+    assert not any("shorter" in one for one in compare_arms([single(whole), single(cut)])[0].warnings)
+    for record in cut.records[:7]:
+        record.completion_tokens = 50
+    cut.records[7].completion_tokens = None
+    warnings = compare_arms([single(whole), single(cut)])[0].warnings
+    assert "answers shorter than requested: 7 in 'b'; E2E and times of sessions are of less work there" in warnings
+
+
 @pytest.mark.parametrize(
     ("other", "message"),
     [
