@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
 from math import isclose
@@ -46,6 +47,9 @@ _WORTH_TELLING_OPTIONS = (
     "timeout_s",
 )
 """Of the fleet and the client: runs that differ in them compare more than policies."""
+
+_SILENT_REQUESTS = 10
+"""So many requests of one instance without a single hit are more likely unreported hits than none."""
 
 
 class ComparisonError(ValueError):
@@ -109,6 +113,7 @@ def refuse_or_note(arms: Sequence[ArmRuns], trace: Trace | None, *, force: bool)
         *warm,
         *_shared(named),
         *_short(named),
+        *_silent(named),
         *_worth_telling(named, () if declared else _WORTH_TELLING_OPTIONS),
     ]
 
@@ -261,6 +266,22 @@ def _short(named: Sequence[tuple[str, ArmRun]]) -> list[str]:
 
 def _is_short(record: RequestRecord) -> bool:
     return record.ok and record.completion_tokens is not None and record.completion_tokens < record.output_length
+
+
+def _silent(named: Sequence[tuple[str, ArmRun]]) -> list[str]:
+    """Instances that never reported cached tokens where others did: their requests count as misses."""
+    notes = []
+    for name, one in named:
+        good = [record for record in one.run.records if record.ok]
+        unknown = Counter(record.instance or "an instance" for record in good if record.cached_tokens is None)
+        silent = sorted(instance for instance, requests in unknown.items() if requests >= _SILENT_REQUESTS)
+        if silent and len(good) > unknown.total():
+            requests = sum(unknown[instance] for instance in silent)
+            notes.append(
+                f"{', '.join(silent)} reported no cached tokens in {counted(requests, 'request')} of {name}, which "
+                "count as 0 cached (vLLM: --enable-prompt-tokens-details on every engine)"
+            )
+    return notes
 
 
 def _worth_telling(named: Sequence[tuple[str, ArmRun]], options: Sequence[str]) -> list[str]:

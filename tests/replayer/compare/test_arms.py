@@ -180,6 +180,19 @@ def test_answers_that_were_cut_short_are_named() -> None:
     assert "answers shorter than requested: 7 in 'b'; E2E and times of sessions are of less work there" in warnings
 
 
+def test_an_instance_that_reports_no_cached_tokens_is_named() -> None:
+    """Its requests count as misses, so the arm that sends it more has a lower hit rate."""
+    reporting, silent = make_run("a"), make_run("b", noise_seed=2)
+    for place, record in enumerate(silent.records):
+        record.instance = "mute" if place < 12 else "inst-0"
+        record.cached_tokens = None if place < 12 else record.cached_tokens
+    sentence = "mute reported no cached tokens in 12 requests of 'b', which count as 0 cached"
+    assert any(one.startswith(sentence) for one in compare_arms([single(reporting), single(silent)])[0].warnings)
+    for record in silent.records:
+        record.cached_tokens = None
+    assert not any("mute" in one for one in compare_arms([single(reporting), single(silent)])[0].warnings)
+
+
 @pytest.mark.parametrize(
     ("other", "message"),
     [
