@@ -60,6 +60,15 @@ def test_views_have_the_load_of_all_replicas() -> None:
     assert state.room(["inst-0", "inst-1"], ONE_PART).prefilling == 3
 
 
+def test_load_of_other_replicas_is_forgotten_with_an_instance_that_restarts_or_leaves() -> None:
+    ledger = Ledger()
+    for name in ("restarted", "removed", "kept"):
+        ledger.remote[name] = Account(2, 1, 300, 0, 300)
+    ledger.forget_recent("restarted")
+    ledger.remove_instance("removed")
+    assert [ledger.joint_requests(name) for name in ("restarted", "removed", "kept")] == [0, 0, 2]
+
+
 def test_totals_and_own_requests_leave_other_replicas_out() -> None:
     ledger = Ledger()
     ledger.acquire("a", 10, 20, 0.0)
