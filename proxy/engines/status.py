@@ -34,10 +34,15 @@ def is_failure(status: int, content: bytes = b"") -> bool:
     return status >= 500 and status != _NOT_IMPLEMENTED and not (status == _FAILED and _refuses_message(content))
 
 
-def may_be_the_requests_fault(status: int, content: bytes) -> bool:
-    """True for a 500 without vLLM's messages about itself: so it answers requests that its code does not expect."""
-    own = any(message.encode() in content for message in _OWN_FAILURES)
-    return status == _FAILED and len(content) <= _MAX_BYTES and not own
+def may_be_the_requests_fault(status: int, content: bytes, *, streamed: bool = False) -> bool:
+    """True for a failure without vLLM's messages about itself: so it answers requests that its code does not expect.
+
+    That is a 500, or of a ``streamed`` answer (status 200) an error at its beginning or an end before its first byte:
+    there vLLM 0.18 closes a stream of the Responses API whose text format is a JSON schema.
+    """
+    if len(content) > _MAX_BYTES or any(message.encode() in content for message in _OWN_FAILURES):
+        return False
+    return status == _FAILED or (streamed and (not content or b'"error"' in content))
 
 
 def _refuses_message(content: bytes) -> bool:

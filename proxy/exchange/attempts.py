@@ -30,8 +30,7 @@ class Attempts:
         self._headers = headers
         self._not_retried = ""
         self._alike: list[_Failure] = []
-        """Failures in a row of different engines that may be the request's fault, all with ``_answer``."""
-        self._answer: bytes | None = None
+        """Failures in a row of different engines that may be the request's fault, all in the same words."""
         self.tried: set[str] = set()
         """Instances that failed."""
 
@@ -52,30 +51,30 @@ class Attempts:
         return not self._not_retried
 
     def count(
-        self, instance: Instance, error: str, sent_s: float, *, refused: bool, answer: bytes | None = None
+        self, instance: Instance, error: str, sent_s: float, *, refused: bool, requests_fault: bool = False
     ) -> None:
         """Record a failure before the first byte for the health of its instance.
 
-        Where all engines that were tried give the same answer, none has failed: a few such requests of one client would
-        close the fleet to all. The first failure counts until then: an engine that fails at everything must be left
-        out soon.
+        Where all engines that were tried fail in the same words, none has failed: a few such requests of one client
+        would close the fleet to all. The first failure counts until then: an engine that fails at everything must be
+        left out soon.
 
         Args:
             instance: where it was sent.
             error: description of the failure.
             sent_s: when it was sent (monotonic).
             refused: the connection was refused.
-            answer: content of an answer that may be the request's fault.
+            requests_fault: the request may be its cause.
         """
         alike = self._alike
-        if answer is not None and answer == self._answer and all(instance.url != each.instance.url for each in alike):
+        again = requests_fault and bool(alike) and alike[0].error == error
+        if again and all(instance.url != each.instance.url for each in alike):
             if len(alike) == 1:
                 alike[0].instance.breaker.forgive(time.monotonic())
             alike.append(_Failure(instance, error, sent_s))
             return
         self.answered()
-        self._answer = answer
-        if answer is not None:
+        if requests_fault:
             alike.append(_Failure(instance, error, sent_s))
         self._core.instances.failed(instance, error, refused=refused, sent_s=sent_s)
 
@@ -85,7 +84,6 @@ class Attempts:
             for each in self._alike:
                 self._core.instances.failed(each.instance, each.error, sent_s=each.sent_s)
         self._alike.clear()
-        self._answer = None
 
     def failed(self, error: AttemptFailedError, *, after: AttemptFailedError | None) -> AttemptFailedError:
         """Record a failed attempt and return it; ``after`` is the one before."""

@@ -221,7 +221,7 @@ class Exchange:
         core, decode = self._core, self._decode  # an abandoned pull outlives its attempt
         answer: Answer | None = None
         opened = streamed = False
-        said: bytes | None = None
+        first = b""
         sent_s = self._sent_s = time.monotonic()
         try:
             with Bound(self._loop, bound_s):
@@ -236,7 +236,6 @@ class Exchange:
             if is_failure(answer.status, first) or (
                 answer.status == 401 and core.forwarding.replaces_authorization(decode.settings)
             ):
-                said = first if may_be_the_requests_fault(answer.status, first) else None
                 raise UpstreamError(f"answered {answer.status}: {first[:200].decode('utf-8', 'replace')}")
             check_first(answer, first, streamed=streamed)
             opened = True
@@ -249,7 +248,8 @@ class Exchange:
             refused, own = isinstance(error, NotConnectedError), isinstance(error, NoSocketError)
             late = isinstance(error, NotAcceptedError)
             if not own and not (late and core.lag.explains(core.settings.timeouts.connect_s)):
-                self._attempts.count(decode, str(error), sent_s, refused=refused, answer=said)
+                fault = answer is not None and may_be_the_requests_fault(answer.status, first, streamed=streamed)
+                self._attempts.count(decode, str(error), sent_s, refused=refused, requests_fault=fault)
             if error.seen:
                 self._attempts.guard.suspect(decode)
             raise AttemptFailedError(instance, str(error), seen=error.seen, own=own) from error

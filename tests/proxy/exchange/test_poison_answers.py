@@ -1,4 +1,4 @@
-"""Requests that every engine answers with the same 500 count against none; an engine that fails at everything does."""
+"""Requests that every engine fails at in the same words count against none; an engine that fails at everything does."""
 
 from __future__ import annotations
 
@@ -18,12 +18,16 @@ def breakers(proxy: Running) -> list[tuple[str, int]]:
     return [(str(each.breaker.state), each.breaker.failures_in_a_row) for each in proxy.core.instances]
 
 
-async def test_a_request_that_all_engines_fail_at_alike_closes_the_fleet_to_nobody(start_proxy: StartProxy) -> None:
+@pytest.mark.parametrize(("mode", "streamed"), [("error", False), ("error", True), ("empty_stream", True)])
+async def test_a_request_that_all_engines_fail_at_alike_closes_the_fleet_to_nobody(
+    start_proxy: StartProxy, mode: str, streamed: bool
+) -> None:
+    """A stream that ends before its first byte is the answer of vLLM 0.18 to a streamed response with a JSON schema."""
     proxy = await start_proxy(2, health=QUIET)
     for engine in proxy.engines:
-        engine.mode = "error"
+        engine.mode = mode
     for _ in range(4):
-        answer = await proxy.client.post("/v1/completions", json=OK)
+        answer = await proxy.client.post("/v1/completions", json={**OK, "stream": streamed})
         assert answer.status_code == 502
         assert "2 attempt(s) failed" in answer.json()["error"]["message"]
     assert breakers(proxy) == [("closed", 0), ("closed", 0)]
@@ -33,12 +37,13 @@ async def test_a_request_that_all_engines_fail_at_alike_closes_the_fleet_to_nobo
     assert ledger_is_zero(await proxy.settled())
 
 
-async def test_two_broken_engines_are_left_out_where_a_third_answers(start_proxy: StartProxy) -> None:
+@pytest.mark.parametrize("mode", ["error", "empty_stream"])
+async def test_two_broken_engines_are_left_out_where_a_third_answers(start_proxy: StartProxy, mode: str) -> None:
     proxy = await start_proxy(3, policy={"name": "round_robin"}, health=QUIET)
     for engine in proxy.engines[:2]:
-        engine.mode = "error"
+        engine.mode = mode
     for _ in range(6):
-        assert (await proxy.client.post("/v1/completions", json=OK)).status_code == 200
+        assert (await proxy.client.post("/v1/completions", json={**OK, "stream": True})).status_code == 200
     assert [state for state, _ in breakers(proxy)] == ["open", "open", "closed"]
 
 
@@ -67,7 +72,12 @@ async def test_the_only_engine_is_left_out_for_what_it_answers_to_everything(sta
         (500, b'{"error":{"message":"Internal server error"}}', False),
         (503, b'{"error":{"message":"overloaded"}}', False),
         (500, b"x" * 65_537, False),
+        (200, b"", True),
+        (200, b'data: {"error":{"message":"list index out of range","code":500}}\n\n', True),
+        (200, b'data: {"error":{"message":"EngineCore encountered an issue.","code":500}}\n\n', False),
+        (200, b"<html>sign in</html>", False),
     ],
 )
 def test_what_may_be_the_requests_fault(status: int, content: bytes, may: bool) -> None:
-    assert may_be_the_requests_fault(status, content) is may
+    assert may_be_the_requests_fault(status, content, streamed=status == 200) is may
+    assert not may_be_the_requests_fault(200, content)
