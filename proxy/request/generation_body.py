@@ -25,7 +25,6 @@ class StreamOptions(msgspec.Struct):
     """The fields of ``stream_options`` that are read."""
 
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
 
 
 class GenerationBody(msgspec.Struct):

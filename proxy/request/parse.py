@@ -100,10 +100,8 @@ class Parsed(msgspec.Struct, frozen=True):
     @property
     def hides_usage(self) -> bool:
         """True if the engine's stream has no usage unless the proxy requests it."""
-        fields, options = self.fields, self.fields.stream_options
-        # Options without the field have vLLM's default, which is to report it.
-        hidden = options is None or (options.include_usage is False and not options.continuous_usage_stats)
-        return bool(fields.stream) and hidden and self.endpoint in _WITH_USAGE_OPTION
+        # Options without the field do not request it, as in OpenAI's API and vLLM 0.18.
+        return bool(self.fields.stream) and not self.usage_requested and self.endpoint in _WITH_USAGE_OPTION
 
     @property
     def several(self) -> bool:
