@@ -26,6 +26,7 @@ from proxy.engines.control import Control
 from proxy.engines.upstream import Upstream
 from proxy.errors import RequestError, no_instance_error
 from proxy.events.subscriber import EventSubscriber
+from proxy.fleet.common_failures import CommonFailures
 from proxy.fleet.instances import Instance, Instances
 from proxy.fleet.model_lists import ModelLists
 from proxy.fleet.reachability import outage
@@ -149,6 +150,7 @@ class Core:
             self.sharing = Sharing(settings, self.router.routing, self.instances, self.keys, self.responses, make_store)
             self.sharing.others.on_load = self.admission.wake
         self.retries = RetryBudget(settings.limits)
+        self.common_failures = CommonFailures()
         self.clients = ClientBounds(settings)
         self.certificate = ListenerCertificate(settings.tls)
         CertificateMetrics(self.metrics.registry, self.certificate)

@@ -19,6 +19,8 @@ class _Failure(NamedTuple):
     instance: Instance
     error: str
     sent_s: float
+    counted: bool
+    """Its breaker has counted it."""
 
 
 class Attempts:
@@ -56,8 +58,8 @@ class Attempts:
         """Record a failure before the first byte for the health of its instance.
 
         Where all engines that were tried fail in the same words, none has failed: a few such requests of one client
-        would close the fleet to all. The first failure counts until then: an engine that fails at everything must be
-        left out soon.
+        would close the fleet to all. The first failure counts until then, as an engine that fails at everything must be
+        left out soon, unless engines have failed alike in these words lately: then it counts if another one answers.
 
         Args:
             instance: where it was sent.
@@ -66,22 +68,27 @@ class Attempts:
             refused: the connection was refused.
             requests_fault: the request may be its cause.
         """
-        alike = self._alike
+        alike, common, now_s = self._alike, self._core.common_failures, time.monotonic()
         again = requests_fault and bool(alike) and alike[0].error == error
         if again and all(instance.url != each.instance.url for each in alike):
-            if len(alike) == 1:
-                alike[0].instance.breaker.forgive(time.monotonic())
-            alike.append(_Failure(instance, error, sent_s))
+            if alike[0].counted:
+                self._core.instances.forgive(alike[0].instance)
+                alike[0] = alike[0]._replace(counted=False)
+            common.add(error, now_s)
+            alike.append(_Failure(instance, error, sent_s, counted=False))
             return
         self.answered()
         if requests_fault:
-            alike.append(_Failure(instance, error, sent_s))
+            waits = common.known(error, now_s)
+            alike.append(_Failure(instance, error, sent_s, not waits and instance.breaker.counts(sent_s)))
+            if waits:
+                return
         self._core.instances.failed(instance, error, refused=refused, sent_s=sent_s)
 
     def answered(self) -> None:
         """Record that another engine answered otherwise than those that failed alike: they failed."""
-        if len(self._alike) > 1:
-            for each in self._alike:
+        for each in self._alike:
+            if not each.counted:
                 self._core.instances.failed(each.instance, each.error, sent_s=each.sent_s)
         self._alike.clear()
 

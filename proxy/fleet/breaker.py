@@ -55,6 +55,7 @@ class Breaker:
         "_not_begun",
         "_requests",
         "_settings",
+        "_undone",
         "doublings",
         "openings",
         "state",
@@ -72,6 +73,8 @@ class Breaker:
         self._closed_s: float | None = None
         self._half_opened = 0
         self._doubted_until_s = float("-inf")
+        self._undone: int | None = None
+        """While open because of counted failures: the doublings before; else None."""
         # Results of requests sent earlier do not describe the current engine.
         self._judged_since_s = float("-inf")
         self.state = BreakerState.CLOSED
@@ -129,6 +132,10 @@ class Breaker:
         """Record the end of an answer that was reported to ``succeeded``."""
         self._broken_off = 0
 
+    def counts(self, sent_s: float) -> bool:
+        """True if a failure of a request that was sent at ``sent_s`` would be counted, its connection not refused."""
+        return self.state is not BreakerState.OPEN and sent_s >= self._judged_since_s
+
     def failed(self, now_s: float, why: str, sent_s: float, *, refused: bool = False, answered: bool = False) -> bool:
         """Record the failure of a request that was sent at ``sent_s``. True if that opened the breaker.
 
@@ -140,7 +147,7 @@ class Breaker:
             refused: the connection was refused.
             answered: its answer had begun, as reported to ``succeeded``, and broke off.
         """
-        if self.state is BreakerState.OPEN or (sent_s < self._judged_since_s and not refused):
+        if not self.counts(sent_s) and (self.state is BreakerState.OPEN or not refused):
             return False
         if self.state is BreakerState.HALF_OPEN:
             self._open(now_s, why, refused)
@@ -154,15 +161,26 @@ class Breaker:
         reason = why if refused else self._too_many(now_s, why)
         if reason is None:
             return False
+        before = None if refused else self.doublings
         self._open(now_s, reason, refused)
+        self._undone = before
         return True
 
-    def forgive(self, now_s: float) -> None:
-        """Take back one failure before the first byte, whose cause was the request. An open breaker stays open."""
-        if self.state is BreakerState.CLOSED and self._not_begun:
-            self._not_begun -= 1
-            self._failures.add(now_s, -1)
-            self._requests.add(now_s, -1)
+    def forgive(self, now_s: float) -> bool:
+        """Take back one counted failure before the first byte, whose cause was the request.
+
+        True if that closed the breaker: it had opened for too many failures, which are no longer too many. Requests
+        that all engines fail at may come at once, so that each breaker has opened before any of them has been repeated.
+        """
+        if not self._not_begun or self.state is BreakerState.HALF_OPEN:
+            return False
+        self._not_begun -= 1
+        self._failures.add(now_s, -1)
+        self._requests.add(now_s, -1)
+        if self._undone is None or (self.failures_in_a_row and self._too_many(now_s, "") is not None):
+            return False
+        self.state, self.why, self.doublings, self._undone = BreakerState.CLOSED, None, self._undone, None
+        return True
 
     def stop(self, now_s: float, why: str) -> bool:
         """Open for a reason that counts of failures do not show. True unless it was open."""
@@ -179,7 +197,7 @@ class Breaker:
         """Record a successful probe. True if it made the breaker half-open."""
         if self.state is not BreakerState.OPEN or now_s < self.until_s:
             return False
-        self.state = BreakerState.HALF_OPEN
+        self.state, self._undone = BreakerState.HALF_OPEN, None
         self._half_opened += 1
         self._judged_since_s = now_s
         self.trials = 0
@@ -221,6 +239,7 @@ class Breaker:
         doublings = self.doublings - 1 if refused else self.doublings
         wait_s = min(settings.open_max_s, settings.open_s * 2.0**doublings) if doublings >= 0 else 0.0
         self.state = BreakerState.OPEN
+        self._undone = None
         self.why = why
         self.until_s = now_s + wait_s
         self.openings += 1

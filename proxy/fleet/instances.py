@@ -301,14 +301,11 @@ class Instances:
         sent_s: float | None = None,
         answered: bool = False,
     ) -> None:
-        """Record a failed request: no connection (``refused``), 5xx, no first byte in time, or a broken stream.
-
-        A refused connection counts for all data-parallel ranks behind the URL, any other failure for this one only.
+        """Record a failed request of an instance, or of its name: no connection, 5xx, late, or a broken stream.
 
         Args:
-            which: the instance, or its name.
             error: description of the failure.
-            refused: the connection was refused: there is no engine.
+            refused: the connection was refused, so there is no engine; counts for all ranks behind the URL.
             sent_s: when the request was sent (monotonic); None: just now.
             answered: its answer had begun and was reported to ``succeeded``.
         """
@@ -322,6 +319,11 @@ class Instances:
             if each.breaker.failed(now_s, error, sent_s, refused=refused, answered=answered and each is instance):
                 each.good_probes_in_a_row = 0
                 self._update(each)
+
+    def forgive(self, instance: Instance) -> None:
+        """Take back a failure whose cause was the request (`Breaker.forgive`)."""
+        if instance.breaker.forgive(time.monotonic()):
+            self._update(instance)
 
     def request_restart(self, instance: Instance, reason: str) -> bool:
         """Mark an instance for a restart. False, and nothing is done, while any instance is marked.

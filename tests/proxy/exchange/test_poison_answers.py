@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -35,6 +36,36 @@ async def test_a_request_that_all_engines_fail_at_alike_closes_the_fleet_to_nobo
         engine.mode = "ok"
     assert (await proxy.client.post("/v1/completions", json=OK)).status_code == 200
     assert ledger_is_zero(await proxy.settled())
+
+
+async def test_such_requests_at_once_do_not_close_the_fleet_either(start_proxy: StartProxy) -> None:
+    """Both breakers open before the first of them has been repeated on the other engine."""
+    proxy = await start_proxy(2, policy={"name": "round_robin"}, health=QUIET)
+    for engine in proxy.engines:
+        engine.mode = "error"
+    answers = await asyncio.gather(*[proxy.client.post("/v1/completions", json=OK) for _ in range(12)])
+    assert {answer.status_code for answer in answers} <= {502, 503}
+    assert "closed" in [state for state, _ in breakers(proxy)]
+    for engine in proxy.engines:
+        engine.mode = "ok"
+    assert (await proxy.client.post("/v1/completions", json=OK)).status_code == 200
+    assert ledger_is_zero(await proxy.settled())
+
+
+async def test_a_known_failure_counts_against_an_engine_if_another_one_answers(start_proxy: StartProxy) -> None:
+    """And without a second attempt, as with an exhausted retry budget, against none."""
+    proxy = await start_proxy(2, policy={"name": "round_robin"}, health=QUIET)
+    for engine in proxy.engines:
+        engine.mode = "error"
+    assert (await proxy.client.post("/v1/completions", json=OK)).status_code == 502
+    for _ in range(6):
+        answer = await proxy.client.post("/v1/completions", json=OK, headers={"x-warmroute-no-retry": "1"})
+        assert answer.status_code == 502
+    assert breakers(proxy) == [("closed", 0), ("closed", 0)]
+    proxy.engines[1].mode = "ok"
+    for _ in range(4):
+        assert (await proxy.client.post("/v1/completions", json=OK)).status_code == 200
+    assert [state for state, _ in breakers(proxy)] == ["open", "closed"]
 
 
 @pytest.mark.parametrize("mode", ["error", "empty_stream"])

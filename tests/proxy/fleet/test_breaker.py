@@ -227,9 +227,44 @@ def test_a_failure_that_is_forgiven_counts_neither_in_a_row_nor_in_the_window() 
         breaker.forgive(1000.0 + step / 10)
         assert breaker.failures_in_a_row == 0
     assert breaker.state is BreakerState.CLOSED
+
+
+def test_an_opening_for_failures_that_are_forgiven_is_undone() -> None:
+    breaker = Breaker(HEALTH)
     fail(breaker, 1003.0, 3)
-    breaker.forgive(1003.0)
+    assert not breaker.counts(1003.0)
+    assert breaker.forgive(1003.5)
+    assert (breaker.state, breaker.why, breaker.failures_in_a_row) == (BreakerState.CLOSED, None, 2)
+    fail(breaker, 1004.0, 1)
     assert breaker.state is BreakerState.OPEN
+
+
+@pytest.mark.parametrize("cause", ["refused", "stopped", "trial"])
+def test_an_opening_for_another_cause_stays(cause: str) -> None:
+    breaker = Breaker(HEALTH)
+    fail(breaker, 0.0, 2)
+    match cause:
+        case "refused":
+            breaker.failed(1.0, "connection refused", 1.0, refused=True)
+        case "stopped":
+            breaker.stop(1.0, "its caches are wrong")
+        case _:
+            fail(breaker, 1.0, 1)
+            breaker.probed(100.0)
+            assert not breaker.forgive(100.0)
+            fail(breaker, 101.0, 1)
+    for _ in range(5):
+        assert not breaker.forgive(102.0)
+    assert breaker.state is BreakerState.OPEN
+
+
+def test_an_opening_that_another_replica_caused_is_undone_with_its_only_failure() -> None:
+    breaker = Breaker(HEALTH)
+    breaker.doubt(0.0)
+    fail(breaker, 1.0, 1)
+    assert breaker.state is BreakerState.OPEN
+    assert breaker.forgive(1.5)
+    assert breaker.state is BreakerState.CLOSED
 
 
 class Events(RuleBasedStateMachine):
