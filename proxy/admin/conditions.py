@@ -192,7 +192,7 @@ def _shared_state(core: Core) -> Iterator[Condition]:
         yield Condition(
             "shared_state",
             False,
-            "the store of the shared state cannot be reached: this replica routes from what it knows, and limits of "
+            "the store of the shared state cannot be used: this replica routes from what it knows, and limits of "
             "keys count its own requests",
             "check the store of sharing.url; the log has the error, and the connection is tried again every 2 s",
         )

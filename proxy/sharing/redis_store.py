@@ -110,7 +110,9 @@ class RedisStore:
                 pipeline.hset(key, mapping={pin.session: encode(pin) for pin in message.pins})
                 pipeline.expire(key, self._pins_expire_s)
             pipeline.publish(self._key("changes"), raw)
-            await pipeline.execute()
+            answers = await pipeline.execute(raise_on_error=False)  # which would add the message's bytes to the error
+            if refused := next((each for each in answers if isinstance(each, RedisError)), None):
+                raise refused
 
     async def received(self, timeout_s: float) -> Message | None:
         async with self._bounded(timeout_s):

@@ -198,7 +198,6 @@ class Sharing:
         try:
             await store.open()
             await self._read(store)
-            self._linked()
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._report(store), name="sharing-report")
                 group.create_task(self._listen(store), name="sharing-listen")
@@ -226,7 +225,7 @@ class Sharing:
     async def _report(self, store: SharedStore) -> None:
         settings, heartbeat_s = self._settings, self._settings.ttl_s / _HEARTBEATS
         self._own.begin()
-        self._full_due_s = float("-inf")
+        self._full_due_s, self._sent_s = float("-inf"), None
         while True:
             now_s = time.monotonic()
             # A replica that joins must find the marks, so they are kept in the store at once.
@@ -238,6 +237,8 @@ class Sharing:
                     self._check_echo(now_s)
                 await store.publish(message)
                 self.sent += 1
+                if not self.linked:  # not before: a store that is full is read, but takes nothing
+                    self._linked()
             elif not full and not any(account.requests for account in self._state.ledger.accounts.values()):
                 await self._stir(self._full_due_s - now_s)
             await asyncio.sleep(settings.publish_interval_s)
@@ -280,7 +281,7 @@ class Sharing:
         self._twin_s = time.monotonic()
 
     def _linked(self) -> None:
-        self.linked, self.since_unix_s, self._sent_s = True, time.time(), None
+        self.linked, self.since_unix_s = True, time.time()
         self.links += 1
         log.info("state is shared as replica %s", self.replica)
 

@@ -17,6 +17,7 @@ from proxy.fleet.breaker import BreakerState
 from proxy.settings import load_settings
 from proxy.sharing.redis_store import RedisStore
 from proxy.sharing.store import StoreError
+from proxy.sharing.wire import Message
 from tests.proxy.conftest import Running, StartProxy, serving
 from tests.proxy.sharing.conftest import StartReplicas, knows
 from tests.proxy.sharing.store_server import StoreServer, needs_store
@@ -431,6 +432,29 @@ async def test_a_proxy_starts_and_serves_without_its_store(
     assert "the shared state was not read within 0.2 s" in caplog.text
     store.start()
     await until_linked(alone, True)
+
+
+async def test_a_store_that_takes_nothing_is_not_linked_and_logged_once(
+    start_proxy: StartProxy, store: StoreServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tries, publish = [], RedisStore.publish
+
+    async def tried(self: RedisStore, message: Message) -> None:
+        tries.append(message)
+        await publish(self, message)
+
+    monkeypatch.setattr(RedisStore, "publish", tried)
+    async with Redis.from_url(store.url) as client:
+        await client.config_set("maxmemory", 1)
+        replica = await start_proxy(sharing={"url": store.url, "start_s": 0.2})
+        await replica.until(lambda: len(tries) >= 3)
+        sharing = replica.core.sharing
+        assert sharing is not None
+        assert (sharing.linked, sharing.links) == (False, 0)
+        (line,) = [each.getMessage() for each in caplog.records if "state is not shared" in each.getMessage()]
+        assert line.endswith("connecting again: OutOfMemoryError: command not allowed when used memory > 'maxmemory'.")
+        await client.config_set("maxmemory", 0)
+    await until_linked(replica, True)
 
 
 async def test_two_replicas_of_one_name_are_reported(start_proxy: StartProxy, store: StoreServer) -> None:
