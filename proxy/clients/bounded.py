@@ -334,6 +334,11 @@ class BoundedProtocol(HttpToolsProtocol):
             % (STATUS_LINE[error.status], len(body), retry, body)
         )
 
+    @property
+    def awaits_request(self) -> bool:
+        """True until the head of the first request is complete, and while that of a further one arrives."""
+        return self.cycle is None or (self._in_head and self._quiet_bytes > 0)
+
     def peer(self) -> str:
         """The client's address, without its port."""
         return self.client[0] if self.client else "?"

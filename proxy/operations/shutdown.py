@@ -27,6 +27,9 @@ log = logging.getLogger("warmroute.server")
 _POLL_S = 0.05
 _SETTLE_S = 0.25
 """Time for requests that clients had sent before the listener closed: a closed connection would lose them."""
+_FIRST_REQUEST_S = 1.0
+"""Time for the requests of connections that were opened before and have sent none, or only its beginning: a load
+balancer that lacks CPU opens one and sends later, and does not repeat a request that it has sent on a closed one."""
 _UNWIND_S = 5.0
 """Bound on how long cancelled requests take to end."""
 _FLUSH_S = 2.0
@@ -94,7 +97,9 @@ class ProxyServer(BoundedServer):
             log.info("draining: not ready, closing the listener in %g s", settings.drain_delay_s)
             await self._wait(lambda: False, self._now_s() + settings.drain_delay_s)
         await self.stop_listening(sockets)
-        await self._wait(lambda: not self.server_state.connections, self._now_s() + _SETTLE_S)
+        closed_s = self._now_s()
+        await self._wait(lambda: not self.server_state.connections, closed_s + _SETTLE_S)
+        await self._wait(lambda: not self._awaits_request(), closed_s + _FIRST_REQUEST_S)
         for connection in list(self.server_state.connections):
             connection.shutdown()
         ends_s = core.ends_s = self._now_s() + settings.grace_s
@@ -132,6 +137,10 @@ class ProxyServer(BoundedServer):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(left_s, _POLL_S)):
                     await self._hurry.wait()
+
+    def _awaits_request(self) -> bool:
+        """True while a connection is in use whose request has not arrived."""
+        return any(isinstance(each, ProxyProtocol) and each.awaits_request for each in self.server_state.connections)
 
     def _in_flight(self) -> int:
         """Number of generation requests, including those whose body is still arriving."""
