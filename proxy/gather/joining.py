@@ -71,9 +71,9 @@ def rows(key: Sequence[str], rules: Rules) -> Join:
     """Lists of objects; those with the same values of ``key`` are joined by rules."""
 
     def join(values: list[Any]) -> list[Any]:
-        same: dict[tuple[Any, ...], list[Any]] = {}
+        same: dict[tuple[str, ...], list[Any]] = {}
         for row in chained(values):
-            same.setdefault(tuple(row.get(name) for name in key), []).append(row)
+            same.setdefault(tuple(str(row.get(name)) for name in key), []).append(row)
         return [joined(each, rules) for each in same.values()]
 
     return join

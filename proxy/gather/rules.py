@@ -86,6 +86,7 @@ _STATS = {
         "longest_held_s": largest,
         "refused": total,
         "line": newest("held_s", _SHOWN_LINE),
+        "parts": rows(("instances",), {"*": largest}),  # each worker counts those of the others too
     },
     "tenants": {"*": _TENANT},
     "retries": {"*": total},

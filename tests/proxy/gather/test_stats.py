@@ -67,3 +67,10 @@ async def test_refusals_of_keys_and_compared_predictions_are_summed(start_proxy:
     assert answer["prediction_error"]["used"]["shadow"] == 2
     for path, value in numbers(answer["prediction_error"]):
         assert dict(numbers(joined["prediction_error"]))[path] == 2 * value
+
+
+def test_parts_of_a_divided_fleet_are_joined_by_their_instances() -> None:
+    """Each worker counts what it has heard of the others: the first one may have heard least."""
+    small, large = ({"instances": [name], "held": 1, "active_tokens": 10} for name in ("a", "b"))
+    joined = JOIN([{"holding": {"parts": [small, large]}}, {"holding": {"parts": [large | {"held": 3}, small]}}])
+    assert joined["holding"]["parts"] == [small, large | {"held": 3}]
