@@ -332,7 +332,7 @@ def _print_plan(fleet: FleetFile, directory: Path, with_proxy: bool) -> None:
         typer.echo(f"{f'env {unset}' if unset else ''}{variables} {shlex.join(spec.command)}".strip())
     if with_proxy:
         typer.echo(f"# {directory / PROXY_CONFIG}:")
-        typer.echo(yaml.safe_dump(fleet.proxy_config(), sort_keys=False), nl=False)
+        typer.echo(yaml.safe_dump(fleet.shown_proxy_config(), sort_keys=False), nl=False)
     for problem in [*start_problems(fleet), *ports_in_use(fleet, with_proxy=with_proxy), *tcp_warnings(fleet)]:
         typer.echo(f"warning: {problem}", err=True)
 

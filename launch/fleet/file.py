@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError, model_validator
+from pydantic import BaseModel, SecretStr, ValidationError, model_validator
 
 from launch.fleet.checks import check_fleet
 from launch.fleet.layout import ANY_HOST, FleetLayout
@@ -68,6 +68,21 @@ class FleetFile(FleetLayout):
         if self.hold_s is not None and isinstance(offload, dict):
             settings["offload"] = {**offload, "hold_s": self.hold_s}
         return settings
+
+    def shown_proxy_config(self) -> dict[str, Any]:
+        """`proxy_config` as it may be printed, with secrets masked."""
+        config = self.proxy_config()
+        shown: dict[str, Any] = _masked(config, load_settings(**config).model_dump())
+        return shown
+
+
+def _masked(given: Any, parsed: Any) -> Any:
+    if isinstance(parsed, SecretStr):
+        return "***"
+    if isinstance(given, dict):
+        values = parsed or {}
+        return {key: _masked(value, values.get(key)) for key, value in given.items()}
+    return given
 
 
 def parse_fleet(values: Any, source: str = "fleet") -> FleetFile:

@@ -11,18 +11,21 @@ from launch.run.processes import StartError
 from replayer.records.outputs import replacing
 
 
-def replace_file(path: Path, content: bytes, *, sync: bool = False) -> None:
+def replace_file(path: Path, content: bytes, *, sync: bool = False, private: bool = False) -> None:
     """Replace a file in one step: a reader sees the old or the new one, never part of it. A link stays a link.
 
     Args:
         path: the file.
         content: its new content.
         sync: wait until the content is on the disk, so that this also holds after a crash of the machine.
+        private: readable by its owner only, from before the first byte.
 
     Raises:
         OSError: it cannot be written, with its path; the old one is untouched, and nothing is left beside it.
     """
     with replacing(path) as file:
+        if private:
+            os.fchmod(file.fileno(), 0o600)
         file.write(content)
         if sync:
             file.flush()

@@ -40,9 +40,13 @@ class ProxyAccess:
         """The certificate's file as it was read."""
 
     def write_config(self, config: dict[str, Any], path: Path) -> None:
-        """Write the proxy's settings as its process reads them, `with_key`. Raises StartError: it cannot be written."""
+        """Write the proxy's settings as its process reads them, `with_key`, for the owner only: they may have secrets.
+
+        Raises:
+            StartError: the file cannot be written.
+        """
         with required():
-            replace_file(path, yaml.safe_dump(self.with_key(config), sort_keys=False).encode())
+            replace_file(path, yaml.safe_dump(self.with_key(config), sort_keys=False).encode(), private=True)
 
     def with_key(self, config: dict[str, Any]) -> dict[str, Any]:
         """The proxy's settings, with the hash of the launcher's key where its admin side needs one."""

@@ -310,6 +310,14 @@ def test_dry_run_prints_commands_and_starts_nothing(name: str, tmp_path: Path) -
     assert not run_dir.exists()
 
 
+def test_dry_run_hides_keys_in_the_settings_of_the_proxy(tmp_path: Path) -> None:
+    given = ("proxy.engine_key=secret-1", "proxy.tracing.headers.x-key=secret-2", "proxy.sharing.password=secret-3")
+    code, output = cli("up", "sim-4x", "--dry-run", *(each for one in given for each in ("--set", one)))
+    assert code == 0
+    assert "engine_key: '***'" in output
+    assert "secret-" not in output
+
+
 def test_dry_run_names_flags_that_simulated_engines_refuse(tmp_path: Path) -> None:
     longest = ("--set", "sim.max_model_len=9000000")
     code, output = cli("up", "sim-4x", "--dry-run", "--run-dir", str(tmp_path / "run"), *longest)

@@ -162,6 +162,15 @@ def test_a_key_is_added_only_where_the_admin_side_is_closed_without() -> None:
     assert [set(key) for key in keyed["admin"]] == [{"name", "sha256"}]
 
 
+def test_the_generated_settings_are_for_their_owner_only(tmp_path: Path) -> None:
+    fleet = fleet_with(engine_key="sk-of-the-engines-0123")
+    path = tmp_path / PROXY_CONFIG
+    path.write_text("an earlier one, which others can read")
+    ProxyAccess(fleet).write_config(fleet.proxy_config(), path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert yaml.safe_load(path.read_text())["engine_key"] == "sk-of-the-engines-0123"
+
+
 async def test_another_certificate_of_the_same_authority_is_refused(tls: Certificates) -> None:
     fleet = fleet_with(tls=tls.settings)
     access = ProxyAccess(fleet)
