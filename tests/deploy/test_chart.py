@@ -303,6 +303,13 @@ def test_a_secret_with_a_certificate_puts_the_proxy_behind_tls(tmp_path: Path) -
     assert "proxy.tlsSecret: it has the certificate" in caught.value.stderr
 
 
+def test_a_node_can_be_drained_also_where_there_is_one_proxy() -> None:
+    """With minAvailable 1 and one replica the budget permits no eviction, and `kubectl drain` never ends."""
+    for name in ("warmroute", "warmroute-engine"):
+        spec = copy()["PodDisruptionBudget", name]["spec"]
+        assert {key: value for key, value in spec.items() if key != "selector"} == {"maxUnavailable": 1}
+
+
 @pytest.mark.parametrize("budget", [{"maxUnavailable": 1}, {"minAvailable": "60%"}])
 def test_a_given_disruption_budget_replaces_the_default(budget: dict[str, Any]) -> None:
     found = rendered({"podDisruptionBudget": {"proxy": budget, "engines": budget}})
