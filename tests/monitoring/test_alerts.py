@@ -137,6 +137,10 @@ SYMPTOMS = {
             of("warmroute_instance_healthy", instance="e1"): "0x60",
         },
     ),
+    "the fleet has no engine, so that no series has one": Symptom(
+        {"WarmrouteNoInstance", "WarmrouteConditionNotOk"},
+        {of("warmroute_condition", condition="instances"): "0x60"},
+    ),
     "a drained engine is stopped": Symptom(
         set(),
         {
