@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -26,5 +27,8 @@ class Messages:
             self._console.print(text, style=style, soft_wrap=isinstance(what, str))
 
     def notify(self, message: str) -> None:
-        """Print an event with the time."""
-        self.show(f"{time.strftime('%H:%M:%S')} {message}", style="yellow")
+        """Print an event with the time: in a file, which is kept for weeks, as in the proxy's log beside it."""
+        now = time.strftime("%H:%M:%S")
+        if not self._console.is_terminal:
+            now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        self.show(f"{now} {message}", style="yellow")
