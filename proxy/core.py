@@ -67,7 +67,7 @@ from proxy.sessions.identity import CHAIN_SOURCE, SessionIdentity, SessionSource
 from proxy.sessions.normalize import Normalizer
 from proxy.sessions.prefix_chain import PREFIX_SOURCE, PrefixChains
 from proxy.sessions.turn_texts import chat_turn
-from proxy.settings import Settings
+from proxy.settings import Settings, SettingsError
 from proxy.shadow.shadows import Shadows
 from proxy.sharing.line import WorkerIdentity
 from proxy.sharing.local_store import LocalStore
@@ -118,15 +118,18 @@ class Core:
         self.metrics = Metrics()
         self.meters = Meters(settings.meters, self.router.state, self.instances, self.events)
         rows = settings.breakdown
-        self.breakdown = Breakdown(
-            rows.capacity,
-            rows.jsonl_path,
-            rejected_capacity=rows.rejected_capacity,
-            rejected_to_file=rows.rejected_to_jsonl,
-            jsonl_max_bytes=rows.jsonl_max_bytes,
-            jsonl_files=rows.jsonl_files,
-            numbers=None if worker is None else WorkerNumbers(worker.number, worker.clock_offset_s),
-        )
+        try:
+            self.breakdown = Breakdown(
+                rows.capacity,
+                rows.jsonl_path,
+                rejected_capacity=rows.rejected_capacity,
+                rejected_to_file=rows.rejected_to_jsonl,
+                jsonl_max_bytes=rows.jsonl_max_bytes,
+                jsonl_files=rows.jsonl_files,
+                numbers=None if worker is None else WorkerNumbers(worker.number, worker.clock_offset_s),
+            )
+        except OSError as error:
+            raise SettingsError(f"breakdown.jsonl_path: {rows.jsonl_path} cannot be written: {error}") from error
         self.access_log = AccessLog(settings.logs.access, settings.logs.access_buffer)
         AccessLogMetrics(self.metrics.registry, self.access_log)
         self.session_sources = SessionSources(settings.sessions)

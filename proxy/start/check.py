@@ -50,7 +50,8 @@ def check_fleet(settings: Settings, console: Console | None = None) -> bool:
     """
     logs.configure("error", settings.log_format)
     console = console or Console()
-    check_writable(settings.logs.access)
+    check_writable(settings.logs.access, "logs.access")
+    check_writable(settings.breakdown.jsonl_path, "breakdown.jsonl_path", makes_folders=True)
     settings, problems = asyncio.run(with_discovered(settings))
     found = asyncio.run(probed(settings))
     table = Table(title="Engines")

@@ -103,6 +103,18 @@ def test_an_access_log_that_cannot_be_written_is_status_2(tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir()), "a check writes nothing"
 
 
+@pytest.mark.parametrize("key", ["breakdown: {jsonl_path", "logs: {access"])
+def test_a_file_of_records_below_a_file_is_status_2_checked_and_started(tmp_path: Path, key: str) -> None:
+    """Before, `serve` ended in a traceback of a breakdown file that cannot be written, and `--check` found nothing."""
+    config = tmp_path / "proxy.yaml"
+    config.write_text(f"port: 0\ninstances: [http://127.0.0.1:1]\n{key}: {config}/rows.jsonl}}\n")
+    for flags in ([], ["--check"]):
+        answer = RUNNER.invoke(build(), ["serve", "--config", str(config), *flags])
+        assert answer.exit_code == 2
+        assert f"{config}/rows.jsonl cannot be written" in answer.output
+    assert [each.name for each in tmp_path.iterdir()] == ["proxy.yaml"]
+
+
 @pytest.mark.parametrize("scheme", ["tcp", "ipc"])
 async def test_events_that_cannot_be_reached_and_sizes_that_differ_are_remedies(tmp_path: Path, scheme: str) -> None:
     first, second = StubEngine(), StubEngine(block_tokens=64)
