@@ -303,6 +303,13 @@ def test_a_secret_with_a_certificate_puts_the_proxy_behind_tls(tmp_path: Path) -
     assert "proxy.tlsSecret: it has the certificate" in caught.value.stderr
 
 
+def test_a_pod_has_that_time_too_where_it_is_no_whole_number() -> None:
+    """`helm --set` passes fractions as strings, of which Helm's `int` makes 0, so that streams were cut after 20 s."""
+    found = rendered({"proxy": {"settings": {"grace_s": "90.5", "drain_delay_s": 2.5}}})
+    spec = found["Deployment", "warmroute"]["spec"]["template"]["spec"]
+    assert spec["terminationGracePeriodSeconds"] == 10 + 3 + 91 + 10
+
+
 def test_a_node_can_be_drained_also_where_there_is_one_proxy() -> None:
     """With minAvailable 1 and one replica the budget permits no eviction, and `kubectl drain` never ends."""
     for name in ("warmroute", "warmroute-engine"):
