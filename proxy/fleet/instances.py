@@ -309,8 +309,7 @@ class Instances:
             sent_s: when the request was sent (monotonic); None: just now.
             answered: its answer had begun and was reported to ``succeeded``.
         """
-        instance = self._current(which)
-        if instance is None:
+        if (instance := self._current(which)) is None:
             return
         now_s = time.monotonic()
         sent_s = now_s if sent_s is None else sent_s
