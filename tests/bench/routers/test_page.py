@@ -69,6 +69,28 @@ def test_the_page_shows_the_table_of_the_kept_records(
     assert shown == "\n".join(lines_of(_runs(folder), base, skip_first_s)).strip()
 
 
+def test_what_the_pages_say_of_uncut_sessions_of_claude_code() -> None:
+    e2e: dict[str, list[float]] = {}
+    longest: dict[str, list[float]] = {}
+    for run in _runs("routers-claude-h200"):
+        every = [each.record() for each in run.requests]
+        assert all(each.ok for each in every)
+        e2e.setdefault(run.label, []).extend(each.e2e_scheduled_s or 0.0 for each in every)
+        longest.setdefault(run.label, []).append(max(each.ttft_scheduled_s or 0.0 for each in every))
+    warm, sticky, vllm, joint = (
+        f"{np.mean(e2e[name]):.1f}" for name in ("warm", "session_sticky", "vllm:cache_aware", "joint")
+    )
+    assert f"(mean E2E {sticky} and {warm} s)" in _README
+    figures = " ".join((_DOCS / "figures.md").read_text(encoding="utf-8").split())
+    assert f"{warm} s beside [{vllm} s of vLLM Router]" in figures
+    assert f"with the same admission: {sticky} s" in figures
+    assert f"mean E2E is {warm} s (`joint` {joint} s), vLLM Router's {vllm} s" in _PAGE
+    waits = sorted([*longest["warm"], *longest["joint"]])
+    assert f"{waits[0]:.0f} to {waits[-1]:.0f} s with `warm` and `joint`" in _PAGE
+    assert "{:.0f} and {:.0f} s with `session_sticky`".format(*sorted(longest["session_sticky"])) in _PAGE
+    assert "{:.0f} and {:.0f} s with vLLM Router".format(*sorted(longest["vllm:cache_aware"])) in _PAGE
+
+
 def test_what_the_page_says_of_hand_offs_by_length() -> None:
     records = _runs("hand-offs-h100-2x")
     requests = [(run.label, each.record()) for run in records for each in run.requests]
