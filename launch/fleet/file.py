@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, SecretStr, ValidationError, model_validator
+from pydantic import BaseModel, ValidationError, model_validator
 
 from launch.fleet.checks import check_fleet
 from launch.fleet.layout import ANY_HOST, FleetLayout
@@ -17,6 +17,7 @@ from launch.fleet.overrides import apply_environment, apply_overrides
 from launch.shipped import ShippedFileError, find_shipped
 from policies.types import Role, Transport
 from proxy.settings import SettingsError, load_settings
+from proxy.settings.diff import MASK, is_secret
 from warmroute_yaml import hardware_file, hardware_names, load_yaml, problems_of
 
 FLEETS = Path(__file__).resolve().parents[2] / "configs" / "fleets"
@@ -76,12 +77,14 @@ class FleetFile(FleetLayout):
         return shown
 
 
-def _masked(given: Any, parsed: Any) -> Any:
-    if isinstance(parsed, SecretStr):
-        return "***"
+def _masked(given: Any, parsed: Any, key: str = "") -> Any:
+    if given is not None and is_secret(key, parsed):
+        return MASK
     if isinstance(given, dict):
         values = parsed or {}
-        return {key: _masked(value, values.get(key)) for key, value in given.items()}
+        return {name: _masked(value, values.get(name), name) for name, value in given.items()}
+    if isinstance(given, list) and isinstance(parsed, list | tuple) and len(given) == len(parsed):
+        return [_masked(value, one, key) for value, one in zip(given, parsed, strict=True)]
     return given
 
 

@@ -10,7 +10,8 @@ from pydantic import BaseModel, SecretStr
 
 from proxy.settings import InstanceSettings, KeyLists, Settings
 
-_MASK = "***"
+MASK = "***"
+"""Shown in place of a secret."""
 _SECRET_KEYS = frozenset({"sha256", "api_key", "engine_key", "password", "secret"})
 _CREDENTIALS = re.compile(r"://[^/@\s]*@")
 
@@ -126,7 +127,7 @@ def instance_differences(old: Mapping[str, InstanceSettings], new: Mapping[str, 
     for name in dict.fromkeys((*old, *new)):
         before, after = old.get(name), new.get(name)
         if before is None or after is None:
-            urls = (each and _CREDENTIALS.sub(f"://{_MASK}@", each.url) for each in (before, after))
+            urls = (each and _CREDENTIALS.sub(f"://{MASK}@", each.url) for each in (before, after))
             changes.append(Change(f"instances.{name}", *urls))
         else:
             changes += [
@@ -143,7 +144,7 @@ def key_differences(old: KeyLists, new: KeyLists) -> list[Change]:
         for name in dict.fromkeys((*before, *after)):
             known, wanted, label = before.get(name), after.get(name), f"keys.{side}.{name}"
             if known is None or wanted is None:
-                changes.append(Change(label, *(each and _MASK for each in (known, wanted))))
+                changes.append(Change(label, *(each and MASK for each in (known, wanted))))
             else:
                 changes += [Change(f"{label}.{each.key}", each.old, each.new) for each in _compare(known, wanted)]
     return changes
@@ -206,16 +207,21 @@ def _name_of(entry: BaseModel, number: int) -> str:
     return str(getattr(entry, "label", "") or getattr(entry, "name", number))
 
 
+def is_secret(key: str, value: Any) -> bool:
+    """True if a value is not to be shown, by its type or by the last part of its key."""
+    return isinstance(value, SecretStr) or key.rpartition(".")[2] in _SECRET_KEYS
+
+
 def _shown(key: str, value: Any) -> Any:
     if value is None:
         return None
-    if isinstance(value, SecretStr) or key.rpartition(".")[2] in _SECRET_KEYS:
-        return _MASK
+    if is_secret(key, value):
+        return MASK
     if isinstance(value, tuple | list | frozenset):
         return [_shown(key, each) for each in value]
     if isinstance(value, bool | int | float):
         return value
-    return _CREDENTIALS.sub(f"://{_MASK}@", str(value))
+    return _CREDENTIALS.sub(f"://{MASK}@", str(value))
 
 
 def _text(value: Any) -> str:

@@ -318,6 +318,22 @@ def test_dry_run_hides_keys_in_the_settings_of_the_proxy(tmp_path: Path) -> None
     assert "secret-" not in output
 
 
+def test_dry_run_hides_the_hashes_of_keys(tmp_path: Path) -> None:
+    """As a reload does, which shows what has changed."""
+    fleet = tmp_path / "fleet.yaml"
+    hashed = "0123456789abcdef" * 4
+    fleet.write_text(
+        "kind: sim\ncount: 1\nproxy:\n  keys:\n    client:\n"
+        f"      - {{name: a, sha256: {hashed}}}\n      - {{name: b, sha256: {hashed[::-1]}, weight: 2.0}}\n"
+    )
+    code, output = cli("up", str(fleet), "--dry-run")
+    assert code == 0, output
+    assert output.count("sha256: '***'") == 2
+    assert "weight: 2.0" in output
+    assert "0123456789abcdef" not in output
+    assert "fedcba9876543210" not in output
+
+
 def test_dry_run_names_flags_that_simulated_engines_refuse(tmp_path: Path) -> None:
     longest = ("--set", "sim.max_model_len=9000000")
     code, output = cli("up", "sim-4x", "--dry-run", "--run-dir", str(tmp_path / "run"), *longest)
