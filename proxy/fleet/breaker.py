@@ -147,7 +147,7 @@ class Breaker:
             refused: the connection was refused.
             answered: its answer had begun, as reported to ``succeeded``, and broke off.
         """
-        if not self.counts(sent_s) and (self.state is BreakerState.OPEN or not refused):
+        if self.state is BreakerState.OPEN or not (refused or self.counts(sent_s)):
             return False
         if self.state is BreakerState.HALF_OPEN:
             self._open(now_s, why, refused)

@@ -13,7 +13,6 @@ from rich.table import Table
 
 from policies.offload.never import Never
 from proxy import logs
-from proxy.access_log import check_writable
 from proxy.core import Core
 from proxy.discovery.source import DiscoveryError
 from proxy.discovery.sources import source_of
@@ -23,6 +22,7 @@ from proxy.settings import LogSettings, Settings, TakenAddresses, roles_permit_h
 from proxy.sharing.sharing import replicas_now
 from proxy.sharing.store import StoreError
 from proxy.start.environment import unknown_variables
+from proxy.start.writable import check_writable
 
 _EVENTS_S = 2.0
 """Bound on connecting to an engine's event socket, in seconds."""

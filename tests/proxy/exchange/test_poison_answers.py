@@ -19,21 +19,25 @@ def breakers(proxy: Running) -> list[tuple[str, int]]:
     return [(str(each.breaker.state), each.breaker.failures_in_a_row) for each in proxy.core.instances]
 
 
+def set_mode(proxy: Running, mode: str) -> None:
+    """Of all engines."""
+    for engine in proxy.engines:
+        engine.mode = mode
+
+
 @pytest.mark.parametrize(("mode", "streamed"), [("error", False), ("error", True), ("empty_stream", True)])
 async def test_a_request_that_all_engines_fail_at_alike_closes_the_fleet_to_nobody(
     start_proxy: StartProxy, mode: str, streamed: bool
 ) -> None:
     """A stream that ends before its first byte is the answer of vLLM 0.18 to a streamed response with a JSON schema."""
     proxy = await start_proxy(2, health=QUIET)
-    for engine in proxy.engines:
-        engine.mode = mode
+    set_mode(proxy, mode)
     for _ in range(4):
         answer = await proxy.client.post("/v1/completions", json={**OK, "stream": streamed})
         assert answer.status_code == 502
         assert "2 attempt(s) failed" in answer.json()["error"]["message"]
     assert breakers(proxy) == [("closed", 0), ("closed", 0)]
-    for engine in proxy.engines:
-        engine.mode = "ok"
+    set_mode(proxy, "ok")
     assert (await proxy.client.post("/v1/completions", json=OK)).status_code == 200
     assert ledger_is_zero(await proxy.settled())
 
@@ -41,13 +45,11 @@ async def test_a_request_that_all_engines_fail_at_alike_closes_the_fleet_to_nobo
 async def test_such_requests_at_once_do_not_close_the_fleet_either(start_proxy: StartProxy) -> None:
     """Both breakers open before the first of them has been repeated on the other engine."""
     proxy = await start_proxy(2, policy={"name": "round_robin"}, health=QUIET)
-    for engine in proxy.engines:
-        engine.mode = "error"
+    set_mode(proxy, "error")
     answers = await asyncio.gather(*[proxy.client.post("/v1/completions", json=OK) for _ in range(12)])
     assert {answer.status_code for answer in answers} <= {502, 503}
     assert "closed" in [state for state, _ in breakers(proxy)]
-    for engine in proxy.engines:
-        engine.mode = "ok"
+    set_mode(proxy, "ok")
     assert (await proxy.client.post("/v1/completions", json=OK)).status_code == 200
     assert ledger_is_zero(await proxy.settled())
 
@@ -55,8 +57,7 @@ async def test_such_requests_at_once_do_not_close_the_fleet_either(start_proxy: 
 async def test_a_known_failure_counts_against_an_engine_if_another_one_answers(start_proxy: StartProxy) -> None:
     """And without a second attempt, as with an exhausted retry budget, against none."""
     proxy = await start_proxy(2, policy={"name": "round_robin"}, health=QUIET)
-    for engine in proxy.engines:
-        engine.mode = "error"
+    set_mode(proxy, "error")
     assert (await proxy.client.post("/v1/completions", json=OK)).status_code == 502
     for _ in range(6):
         answer = await proxy.client.post("/v1/completions", json=OK, headers={"x-warmroute-no-retry": "1"})
