@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -89,6 +90,24 @@ def test_what_the_pages_say_of_uncut_sessions_of_claude_code() -> None:
     assert f"{waits[0]:.0f} to {waits[-1]:.0f} s with `warm` and `joint`" in _PAGE
     assert "{:.0f} and {:.0f} s with `session_sticky`".format(*sorted(longest["session_sticky"])) in _PAGE
     assert "{:.0f} and {:.0f} s with vLLM Router".format(*sorted(longest["vllm:cache_aware"])) in _PAGE
+
+
+def test_what_the_page_says_of_turns_that_left_their_context() -> None:
+    moved: dict[str, list[int]] = {}
+    lost: dict[str, list[int]] = {}
+    for run in _runs("routers-claude-h200"):
+        every = sorted((each.record() for each in run.requests), key=lambda each: (each.session_id, each.turn))
+        turns = [(one, two) for one, two in pairwise(every) if one.session_id == two.session_id]
+        assert len(turns) == 100
+        moved.setdefault(run.label, []).append(sum(one.instance != two.instance for one, two in turns))
+        kept = [(two.cached_tokens or 0) / (one.prompt_tokens or 1) for one, two in turns]
+        lost.setdefault(run.label, []).append(sum(share < 0.5 for share in kept))
+    page = " ".join(_PAGE.split())
+    assert "`warm` computed {} and {} of the 100 later turns".format(*moved["warm"]) in page
+    both = [f"`{name}` {moved[name][0]} and {moved[name][1]}" for name in ("joint", "session_sticky")]
+    assert f"({', '.join(both)})" in page
+    assert lost["warm"][0] == lost["warm"][1]
+    assert "in {} (`session_sticky` {} and {}) less than half".format(lost["warm"][0], *lost["session_sticky"]) in page
 
 
 def test_what_the_page_says_of_hand_offs_by_length() -> None:
