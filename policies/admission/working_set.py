@@ -26,23 +26,20 @@ class _Room(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WorkingSet:
-    """Holds a request of a session that is not in flight while all of these are true:
+    """Holds a request of a session that is not in flight while both of these are true:
 
     - *No room*: on every instance, the contexts in flight, those of kept sessions and this prompt exceed ``fill`` of
       the KV pool, less ``spare_contexts`` contexts of the fleet's average size: a pool holds whole contexts only, and
       those in it grow. Kept contexts count up to ``kept_share`` of the pool, times the share of turns that another one
       follows: those of agents that return are protected, those of chats that do not take no room. An instance whose
       contexts are all idle and not worth protecting has room for a prompt of any length.
-    - *Busy*: at least ``least_prefilling`` requests per instance wait for their first token. Below that engines would
-      idle, and time that nobody uses is worth less than an eviction.
-    - *It hurts*: the contexts in flight and this prompt exceed every instance's room by themselves, so it would wait in
-      an engine's queue, where cached contexts are evicted before their turn, and that queue is long: over half of the
-      sessions in flight wait for a first token; or recomputing evicted prefixes took more than ``lost_share`` of the
-      fleet's time of the last half minute (`policies.admission.accounts`); or others are held.
+    - *Busy*: at least ``least_prefilling`` requests per instance wait for their first token, or every instance has a
+      session in flight. Otherwise an engine would idle, and time that nobody uses is worth less than an eviction.
 
-    While that is so and recomputation takes over ``packing_share`` of the time, a session that has room is sent to one
-    of the instances that have it: two that fit the pools in sum would evict each other on one instance while another
-    has room. Where contexts cost little to compute, the routing policy's other reasons weigh more. A kept
+    While others are held, or recomputing evicted prefixes took over ``lost_share`` of the fleet's time of the last half
+    minute (`policies.admission.accounts`), and in any case over ``packing_share`` of it, a session that has room is
+    sent to one of the instances that have it: two that fit the pools in sum would evict each other on one instance
+    while another has room. Where contexts cost little to compute, the routing policy's other reasons weigh more. A kept
     session's turn needs room beside the contexts in flight only, and leaves its cached context only for an instance
     that evicts nothing in use. A session is kept until nearly all that return have done so, at most ``keep_s``
     (`policies.admission.return_gaps`), unless the prefix index says that its context was evicted: then its next turn
@@ -72,18 +69,15 @@ class WorkingSet:
             return Admit(AdmissionReason.RESIDENT)
         if not fleet.pool_tokens:
             return Admit(AdmissionReason.RESIDENT if session.kept else AdmissionReason.POOLS_UNKNOWN)
-        hurts = fleet.lost_share > self.lost_share or fleet.held or session.waited_s
-        packs = bool(hurts) and fleet.lost_share > self.packing_share
+        past_cliff = fleet.held or session.waited_s or fleet.lost_share > self.lost_share
+        packs = bool(past_cliff) and fleet.lost_share > self.packing_share
         room = self._room(request, session, fleet, packs)
         if session.kept and room.beside_active:
             return Admit(AdmissionReason.RESIDENT, frozenset(room.evicting_none) if packs else NO_INSTANCES)
         if room.instances:
             return Admit(AdmissionReason.ROOM, frozenset(room.instances) if packs else NO_INSTANCES)
-        nobody = not fleet.active_sessions and not fleet.kept_sessions
-        if nobody or fleet.prefilling < self.least_prefilling * fleet.instances:
+        if self._idle(fleet):
             return Admit(AdmissionReason.IDLE_FLEET)
-        if not hurts and (room.beside_active or 2 * fleet.prefilling <= fleet.active_sessions):
-            return Admit(AdmissionReason.NO_LOSS)
         used_tokens = fleet.active_tokens + request.prompt_tokens + room.kept_tokens
         return Hold(
             AdmissionReason.WORKING_SET,
@@ -95,9 +89,7 @@ class WorkingSet:
 
     def longest_sent(self, fleet: AdmissionView, kept: bool) -> float:
         """As `policies.admission.selection.SelectiveRule`. O(instances)."""
-        if not fleet.pool_tokens or fleet.prefilling < self.least_prefilling * fleet.instances:
-            return inf
-        if not fleet.active_sessions and not fleet.kept_sessions:
+        if not fleet.pool_tokens or self._idle(fleet):
             return inf
         sessions, tokens = fleet.active_sessions + fleet.kept_sessions, fleet.active_tokens + fleet.kept_tokens
         kept_share = 0.0 if kept else self.kept_share * fleet.return_share
@@ -110,6 +102,12 @@ class WorkingSet:
         # A new session's prompt is part of the average context, too; one token more than it comes to, for rounding.
         share = self.spare_contexts / (sessions if kept else sessions + 1)
         return (most - share * tokens) / (1.0 if kept else 1.0 + share) + 1.0
+
+    def _idle(self, fleet: AdmissionView) -> bool:
+        """True if an engine has nothing to do, or none has anything in use. O(instances)."""
+        if fleet.prefilling < self.least_prefilling * fleet.instances:
+            return any(not each.active_sessions for each in fleet.by_instance)
+        return not fleet.active_sessions and not fleet.kept_sessions
 
     def _room(self, request: RequestView, session: SessionView, fleet: AdmissionView, packs: bool) -> _Room:
         """Room of the instances; up to the first that has some, unless it ``packs``: then all are needed."""

@@ -76,11 +76,10 @@ ADMISSIONS: Mapping[str, str] = MappingProxyType(
     {
         AdmissionReason.NEVER_HOLDS: "the admission rule never holds requests",
         AdmissionReason.RESIDENT: "its session was in flight or had just been, with its context still in a pool",
-        AdmissionReason.IDLE_FLEET: "few requests waited for a first token, so engines would have idled",
+        AdmissionReason.IDLE_FLEET: "an engine had no request and few waited for a first token, so it would have idled",
         AdmissionReason.POOLS_UNKNOWN: "no engine had reported the size of its KV pool",
         AdmissionReason.ROOM: "the KV pools had room for its context",
         AdmissionReason.BELOW_CAP: "fewer sessions than permitted were in flight or kept",
-        AdmissionReason.NO_LOSS: "the fleet recomputed little, although the contexts exceeded the pools",
         AdmissionReason.HELD_LONG_ENOUGH: "the bound on holding was reached (admission.max_hold_s)",
         AdmissionReason.LINE_FULL: "as many requests as permitted were held (admission.max_held)",
         AdmissionReason.RULE_FAILED: "the admission rule failed; GET /stats has the error",

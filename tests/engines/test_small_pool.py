@@ -372,7 +372,7 @@ async def test_holding_sessions_keeps_their_caches(pair: SmallPair) -> None:
     never = await crowd(pair, name="never_hold")
     assert never.reasons == {"never_holds": AGENTS * TURNS}
     # Thresholds for a model whose prefills take milliseconds: engines that idle are no reason to send.
-    params = {"keep_s": 5.0, "lost_share": 0.001, "least_prefilling": 0.0, "kept_share": 1.0}
+    params = {"keep_s": 5.0, "least_prefilling": 0.0, "kept_share": 1.0}
     holding = await crowd(pair, name="working_set", params=params, max_hold_s=240.0)
     shown = f"{never} against {holding}"
     assert any(holding.held_s), shown

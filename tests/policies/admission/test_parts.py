@@ -127,7 +127,7 @@ class Fleet:
 # Gaps between turns and the share of turns that are followed are learned of the fleet as a whole, so none is kept here.
 RULES = [
     WorkingSet(keep_s=0.0),
-    WorkingSet(keep_s=0.0, least_prefilling=0.0, lost_share=0.0),
+    WorkingSet(keep_s=0.0, least_prefilling=0.0),
     Unbounded(WorkingSet(keep_s=0.0, least_prefilling=0.0, spare_contexts=0.0)),
     SessionCap(sessions=2, keep_s=0.0),
 ]
@@ -192,30 +192,34 @@ def offer(fleet: Fleet, model: str, blocks: int) -> Admit | Held:
     return fleet.gate.offer(request, fleet.room(), 1.0)
 
 
+ROOMY = WorkingSet(least_prefilling=0.0, keep_s=0.0, spare_contexts=0.0, lost_share=0.01)
+"""A context of 6 blocks fits each instance beside its two, and a second one does not."""
+
+
 def test_requests_that_other_replicas_hold_count_in_their_part_only() -> None:
-    fleet = fleet_with_contexts(WorkingSet(least_prefilling=0.0, keep_s=0.0))
-    fleet.gate.elsewhere.replace([HeldElsewhere("other", 1, 100, 0.0, model="b")])
-    assert offer(fleet, "a", 20) == Admit(AdmissionReason.NO_LOSS)
-    fleet.gate.elsewhere.replace([HeldElsewhere("other", 1, 900, 0.0, model="a")])
-    assert isinstance(offer(fleet, "a", 20), Held)
-    assert offer(fleet, "b", 20) == Admit(AdmissionReason.ROOM)
+    fleet = fleet_with_contexts(ROOMY)
+    fleet.gate.elsewhere.replace([HeldElsewhere("other", number, 90, 0.0, model="b") for number in range(3)])
+    assert offer(fleet, "a", 6) == Admit(AdmissionReason.ROOM)
+    fleet.gate.elsewhere.replace([HeldElsewhere("other", number, 90, 0.0, model="a") for number in range(2)])
+    assert isinstance(offer(fleet, "a", 6), Held)
+    assert offer(fleet, "b", 6) == Admit(AdmissionReason.ROOM)
 
 
 def test_losses_count_in_the_part_that_recomputes() -> None:
-    fleet = fleet_with_contexts(WorkingSet(least_prefilling=0.0, keep_s=0.0, lost_share=0.01))
-    assert isinstance(answer := offer(fleet, "a", 20), Admit), answer
-    for instance, held in (("b0", False), ("a0", True)):
+    fleet = fleet_with_contexts(ROOMY)
+    assert offer(fleet, "a", 6) == Admit(AdmissionReason.ROOM)
+    for instance, instances in (("b0", frozenset[str]()), ("a0", frozenset({"a0", "a1"}))):
         fleet.state.accounts._losses.sent(instance, PrefillModel(), 100_000, 100_000, 0, 1.0)
-        assert isinstance(offer(fleet, "a", 20), Held) is held
+        assert offer(fleet, "a", 6) == Admit(AdmissionReason.ROOM, instances)
 
 
 def test_losses_and_contexts_of_other_replicas_count_in_their_part_only() -> None:
-    fleet = fleet_with_contexts(WorkingSet(least_prefilling=0.0, keep_s=0.0))
+    fleet = fleet_with_contexts(ROOMY)
     accounts = fleet.state.accounts
-    accounts.set_remote([], {"b0": 3.0}, 0)
-    assert offer(fleet, "a", 20) == Admit(AdmissionReason.NO_LOSS)
-    accounts.set_remote([{"b0": (9, 9_000, 0, 0)}], {"a0": 3.0}, 0)
-    assert isinstance(offer(fleet, "a", 20), Held)
+    accounts.set_remote([{"b0": (9, 9_000, 0, 0)}], {"b0": 3.0}, 0)
+    assert offer(fleet, "a", 6) == Admit(AdmissionReason.ROOM)
+    accounts.set_remote([{"a0": (1, 100, 0, 0)}], {"a0": 3.0}, 0)
+    assert offer(fleet, "a", 6) == Admit(AdmissionReason.ROOM, frozenset({"a1"}))
 
 
 def test_the_flow_of_held_requests_survives_a_change_of_their_part() -> None:

@@ -175,13 +175,11 @@ def test_a_session_is_kept_by_the_replica_that_it_ran_through_last() -> None:
     assert (state.accounts.kept_sessions, state.accounts.kept_tokens) == (0, 0)
 
 
-def test_a_new_session_does_not_pass_those_that_another_replica_holds() -> None:
+def test_contexts_of_another_replica_leave_no_room_for_a_new_session() -> None:
     state = state_of()
     gate = AdmissionGate(WorkingSet(), state.accounts)
-    contexts = {"inst-0": (1, 1_500, 2, 2_500), "inst-1": (1, 1_500, 2, 2_500)}
-    state.accounts.set_remote([contexts], {}, 0)
-    assert isinstance(gate.offer(ask_of("a", 1_000), BUSY, 1.0), Admit), "nothing is lost and nobody waits"
-    state.accounts.set_remote([contexts], {}, 1)
+    assert isinstance(gate.offer(ask_of("a", 1_000), BUSY, 1.0), Admit)
+    state.accounts.set_remote([{"inst-0": (1, 1_500, 2, 2_500), "inst-1": (1, 1_500, 2, 2_500)}], {}, 0)
     assert isinstance(gate.offer(ask_of("b", 1_000), BUSY, 1.0), Held)
 
 

@@ -46,4 +46,4 @@ def test_a_held_request_is_described(hold: Hold, says: str) -> None:
 
 
 def test_a_request_that_would_be_sent_is_described() -> None:
-    assert offer_sentence(Admit(AdmissionReason.NO_LOSS)) == "would be sent at once: no loss"
+    assert offer_sentence(Admit(AdmissionReason.BELOW_CAP)) == "would be sent at once: below cap"
