@@ -92,6 +92,8 @@ class Anatomy:
     """Of one instance; None when unknown."""
     left_out: list[str] = field(default_factory=list)
     """Requests and figures that are missing, with the reason."""
+    uncounted: int = 0
+    """Requests left out; the engines may have their prompts in their caches, the models have not."""
 
     @property
     def losses(self) -> list[Part]:
@@ -222,7 +224,7 @@ def anatomy(
         )
     known = _names(capacity is not None, split, bool(found) and all(reported), predicted)
     figures = AnatomyTokens(**{name: sums.sums.get(name, 0) for name in known})
-    return Anatomy(figures, len(found), len(names), capacity_tokens, left_out)
+    return Anatomy(figures, len(found), len(names), capacity_tokens, left_out, len(records) - len(found))
 
 
 def total(parts: Sequence[Anatomy]) -> Anatomy:
@@ -232,7 +234,8 @@ def total(parts: Sequence[Anatomy]) -> Anatomy:
     for part in parts[1:]:
         tokens += part.tokens
     left_out = list(dict.fromkeys(remark for part in parts for remark in part.left_out))
-    return Anatomy(tokens, sum(part.requests for part in parts), first.instances, first.capacity_tokens, left_out)
+    requests, uncounted = sum(part.requests for part in parts), sum(part.uncounted for part in parts)
+    return Anatomy(tokens, requests, first.instances, first.capacity_tokens, left_out, uncounted)
 
 
 def _names(capacity: bool, split: bool, actual: bool, predicted: bool) -> list[str]:

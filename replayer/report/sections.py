@@ -21,7 +21,9 @@ Runs = Mapping[str, Sequence[OneRun]]
 _MAX_CELLS = 1200
 _MIN_BINS = 24
 _MAX_SURPLUS = 0.01
-"""Share of the prompt tokens that may be cached beyond the model before the page warns about the capacity."""
+"""Share of the prompt tokens that may be cached beyond the model before the page warns."""
+_MAX_UNCOUNTED = 0.01
+"""Share of the requests that may be left out before the page has them as the reason."""
 
 LEVELS = {
     "ideal_infinite": ("ideal, infinite", "one cache for the fleet that never forgets"),
@@ -64,14 +66,14 @@ class Hits:
     drawing: Drawing | None = None
 
     @property
-    def doubtful(self) -> list[str]:
-        """Arms in which more was cached than caches of the given capacity can hold."""
-        return [
-            label
+    def doubtful(self) -> dict[str, str]:
+        """Arms in which more was cached than the model holds, each with the likely reason."""
+        return {
+            label: _why_surplus(one)
             for label, one in self.arms.items()
             for part in one.losses
             if part.name == "not delivered" and part.tokens < -_MAX_SURPLUS * one.tokens.prompt
-        ]
+        }
 
     @property
     def left_out(self) -> dict[str, list[str]]:
@@ -117,6 +119,16 @@ def hits(arms: Runs, trace: Trace | None, *, why_no_trace: str, capacity_tokens:
         )
     ]
     return Hits("", found, _known(levels), losses, _known(errors), figures_fleet.hits(found))
+
+
+def _why_surplus(one: Anatomy) -> str:
+    every = one.requests + one.uncounted
+    if one.uncounted > _MAX_UNCOUNTED * every:
+        return (
+            f"more was cached than the counted requests explain: {one.uncounted:,} of {every:,} requests are left out, "
+            "and with them the prompts that they left in the engines' caches"
+        )
+    return "more was cached than caches of this capacity can hold: check --pool-tokens"
 
 
 def _known(rows: Sequence[HitRow]) -> list[HitRow]:

@@ -248,8 +248,22 @@ def test_a_capacity_that_cannot_be_right_is_doubted_and_the_bars_end_at_the_idea
     runs = {"x": [OneRun(Run(RunHeader(), records, None))]}
     trace = Trace(requests=requests, block_tokens=16)
     small, large = (hits(runs, trace, why_no_trace="", capacity_tokens=tokens) for tokens in (32, 3200))
-    assert (small.doubtful, large.doubtful) == (["x"], [])
+    assert "check --pool-tokens" in small.doubtful["x"]
+    assert not large.doubtful
     assert small.drawing is not None
     bars = [patch for patch in small.drawing.figure.axes[0].patches if isinstance(patch, Rectangle)]
     reach = max(bar.get_x() + bar.get_width() for bar in bars)
     assert reach == pytest.approx(0.5)
+
+
+def test_requests_left_out_are_the_reason_for_more_hits_than_the_model_has_not_the_capacity() -> None:
+    ids = list(range(10))
+    requests = [TraceRequest(chat_id=n, session_id=f"s{n}", input_length=160, hash_ids=ids) for n in range(2)]
+    times: dict[str, Any] = {"prompt_tokens": 160, "instance": "i0", "cached_tokens": 160}
+    failed = record("s0", sent_s=0.0, ok=False)
+    found = record("s1", sent_s=1.0, **times)
+    found.chat_id = 1
+    runs = {"x": [OneRun(Run(RunHeader(), [failed, found], None))]}
+    shown = hits(runs, Trace(requests=requests, block_tokens=16), why_no_trace="", capacity_tokens=3200)
+    assert "1 of 2 requests are left out" in shown.doubtful["x"]
+    assert "--pool-tokens" not in shown.doubtful["x"]
