@@ -127,8 +127,8 @@ def replay_command(
     """Replay a trace against an OpenAI endpoint and record every request.
 
     Sessions arrive as timed in the trace (open loop); the turns of a session are sent one after the other. The offered
-    load is printed before anything is sent. Every request ends in exactly one record; after Ctrl-C (exit status 130),
-    --resume continues. Exit status 1: no request succeeded.
+    load is printed before anything is sent. Every request ends in exactly one record; after Ctrl-C (exit status 130) or
+    SIGTERM (143), --resume continues. Exit status 1: no request succeeded.
     """
     import asyncio
 
@@ -143,6 +143,7 @@ def replay_command(
     from replayer.replay.plan import PlanOptions
     from replayer.replay.progress import ReplayProgress
     from replayer.replay.replay import ReplayOptions, replay_trace
+    from replayer.replay.signals import until_signal
     from replayer.traces.loading import LoadOptions, load
     from replayer.traces.trace import TraceError
 
@@ -182,13 +183,14 @@ def replay_command(
         for note in loaded.notes:
             console.print(f"note: {note}", markup=False, soft_wrap=True)
         with ReplayProgress(console) as progress, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            run = runner.run(
-                replay_trace(
-                    loaded, output, options, resume=resume, on_start=progress.start, on_record=progress.advance
-                )
+            replay = replay_trace(
+                loaded, output, options, resume=resume, on_start=progress.start, on_record=progress.advance
             )
-    except KeyboardInterrupt:
+            run = runner.run(until_signal(replay))
+    except (KeyboardInterrupt, SystemExit) as stopped:
         typer.echo(f"interrupted; {output} has the records so far; continue with --resume", err=True)
+        if isinstance(stopped, SystemExit):
+            raise
         raise typer.Exit(EXIT_INTERRUPTED) from None
     except (TraceError, RecordError, EndpointError, ValueError) as error:
         _stop(error)

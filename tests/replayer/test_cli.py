@@ -145,7 +145,12 @@ async def test_a_replay_without_any_success_exits_1(stub: Stub, tmp_path: Path) 
     assert read_run(output).end is not None  # recorded like any other run
 
 
-async def test_ctrl_c_closes_the_file_exits_130_and_resume_goes_on(stub: Stub, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stop", "status"), [(signal.SIGINT, cli.EXIT_INTERRUPTED), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+async def test_a_stopped_replay_closes_its_file_and_names_resume_which_continues_it(
+    stub: Stub, tmp_path: Path, stop: signal.Signals, status: int
+) -> None:
     trace, output = tmp_path / "t.jsonl", tmp_path / "run.jsonl"
     bailian.write(trace, make_trace(3, 2).requests)
     arguments = [str(trace), "-o", str(output), "--endpoint", stub.url, "--arrival-speed", "1000000"]
@@ -154,9 +159,9 @@ async def test_ctrl_c_closes_the_file_exits_130_and_resume_goes_on(stub: Stub, t
     process = await command(*arguments)
     async with asyncio.timeout(ENDS_IN_S):
         await stub.held.wait()
-    process.send_signal(signal.SIGINT)
+    process.send_signal(stop)
     _, err = await finished(process)
-    assert process.returncode == cli.EXIT_INTERRUPTED
+    assert (process.returncode, err.count("\n")) == (status, 1), err
     assert "--resume" in err
     assert (len(read_run(output).records), read_run(output).end) == (3, None)
     stub.hold_after = None
