@@ -25,6 +25,7 @@ _SAME_OPTIONS = {
     "trace_options": "options of the trace",
     "block_tokens": "--block-tokens",
     "idle_gap_cap_s": "--idle-gap-cap-s",
+    "timeout_s": "--timeout-s",
     "prompt_mode": "--prompt-mode",
     "token_low": "--token-low",
     "token_high": "--token-high",
@@ -37,7 +38,8 @@ class Journal:
 
     Args:
         path: run file; created unless ``resume``.
-        header: header of the run. On resume it must agree with the file's in everything that decides what is sent.
+        header: header of the run. On resume it must agree with the file's in everything that decides what is
+            sent where, and how long an answer may take.
         resume: continue an existing file; a missing one is created.
 
     Raises:
@@ -94,7 +96,8 @@ class Journal:
 
     def _check(self, header: RunHeader) -> None:
         run = read_run(self.path)
-        compared = [(given, getattr(run.header, name), getattr(header, name)) for name, given in _SAME.items()]
+        compared: list[tuple[str, object, object]] = [("--endpoint", _root(run.header), _root(header))]
+        compared += [(given, getattr(run.header, name), getattr(header, name)) for name, given in _SAME.items()]
         compared += [
             (given, run.header.options.get(name), header.options.get(name)) for name, given in _SAME_OPTIONS.items()
         ]
@@ -146,6 +149,11 @@ class Journal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _root(header: RunHeader) -> str:
+    """The endpoint without ``/v1``, which it may be given with or without."""
+    return header.endpoint.rstrip("/").removesuffix("/v1")
 
 
 def _shown(value: object) -> str:

@@ -298,6 +298,12 @@ async def test_a_device_is_refused_as_output_before_anything_is_sent(stub: Stub)
         ({"token_high": 2000}, {}, "--token-high"),
         ({"max_inflight_sessions": 1}, {}, "--max-inflight-sessions not set, now 1"),
         ({"plan": PlanOptions(time_scale=1e6, idle_gap_cap_s=5.0)}, {}, "--idle-gap-cap-s"),
+        ({"timeout_s": 5.0}, {}, "--timeout-s 60.0, now 5.0"),
+        (
+            {"endpoint": "http://other:1", "model": "stub-model"},
+            {},
+            "--endpoint http://127.0.0.1:[0-9]+, now http://other:1",
+        ),
         ({}, {"sessions": "single"}, "options of the trace not set, now {'sessions': 'single'}"),
     ],
 )
@@ -311,7 +317,8 @@ async def test_resume_refuses_to_send_the_rest_otherwise(
     other = msgspec.structs.replace(trace, read_with=read_with)
     with pytest.raises(RecordError, match=words):
         await replay_trace(other, output, options(stub, **changes), resume=True)
-    assert_one_record_each(await replay_trace(trace, output, options(stub), resume=True), trace)
+    same = options(stub, endpoint=stub.url + "/v1/")
+    assert_one_record_each(await replay_trace(trace, output, same, resume=True), trace)
 
 
 async def test_settings_that_make_no_sense_are_refused(stub: Stub, tmp_path: Path) -> None:
