@@ -14,12 +14,13 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 from redis.asyncio import Redis
 from redis.asyncio.client import PubSub
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import AuthenticationError, RedisError
 
 from proxy.settings import SharingSettings
 from proxy.sharing.store import StoreError
@@ -48,6 +49,7 @@ class RedisStore:
             **options,
         )
         self._subscription: PubSub = self._client.pubsub(ignore_subscribe_messages=True)
+        self._refused = _login_refused(settings)
         self._prefix = settings.prefix
         self._ttl_ms = max(1, int(settings.ttl_s * 1e3))
         self._pin_hash_s = max(1.0, session_ttl_s / _PIN_HASHES)
@@ -141,8 +143,20 @@ class RedisStore:
                 yield
         except TimeoutError as error:
             raise StoreError(f"no answer within {self._timeout_s:g} s") from error
+        except AuthenticationError as error:
+            raise StoreError(f"{self._refused}: {error}") from error
         except (RedisError, OSError) as error:
             raise StoreError(f"{type(error).__name__}: {error}") from error
+
+
+def _login_refused(settings: SharingSettings) -> str:
+    """Sentence for a login that the store refuses, with the setting to change."""
+    if settings.store_password() is None:
+        return "the store asks for a password: give sharing.password_env"
+    variable = settings.password_env
+    given = "sharing.password" if variable is None else f"the environment variable {variable} (sharing.password_env)"
+    user = "" if settings.url is None or urlsplit(settings.url).username is None else ", or the user in sharing.url"
+    return f"the store refuses the password: correct {given}{user}"
 
 
 def _message(raw: bytes) -> Message | None:
