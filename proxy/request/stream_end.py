@@ -24,6 +24,7 @@ class _Event(msgspec.Struct):
 
 _decode = msgspec.json.Decoder(_Event).decode
 _MAX_MESSAGE = 200
+_NO_MESSAGE = "no message"
 _CLIENT_ERRORS = range(400, 500)
 _REFUSALS = frozenset(("invalid_request_error", "not_found_error", "request_too_large", "invalid_prompt"))
 """Errors of the typed APIs that are the client's."""
@@ -33,7 +34,7 @@ class ReportedError(NamedTuple):
     """An error that an engine reported as an event of its stream."""
 
     message: str
-    """As the engine gave it, cut if it is long."""
+    """As the engine gave it, cut if it is long; its type and code where it gave none."""
     refusal: bool
     """True if the engine refuses the request, as with a 4xx; False if it has failed."""
 
@@ -41,10 +42,16 @@ class ReportedError(NamedTuple):
     def of(cls, error: Any) -> ReportedError:
         """The error of an event: an object, or anything else that an engine writes there."""
         if not isinstance(error, dict):
-            return cls(clip(str(error), _MAX_MESSAGE), False)
+            return cls(clip(str(error) or _NO_MESSAGE, _MAX_MESSAGE), False)
         code = error.get("code")
         refusal = code in _CLIENT_ERRORS if isinstance(code, int) else not _REFUSALS.isdisjoint(_names(error))
-        return cls(clip(str(error.get("message")), _MAX_MESSAGE), refusal)
+        return cls(clip(str(error.get("message") or _instead(error)), _MAX_MESSAGE), refusal)
+
+
+def _instead(error: dict[str, Any]) -> str:
+    """Text for an error without a message, as Python's exceptions can be."""
+    kinds = [str(kind) for kind in (error.get("type"), error.get("code")) if kind]
+    return f"{_NO_MESSAGE} ({', '.join(kinds)})" if kinds else _NO_MESSAGE
 
 
 def _names(error: dict[str, Any]) -> set[str]:

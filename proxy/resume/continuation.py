@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from proxy.engines.upstream import UpstreamError
+from proxy.request.stream_end import ReportedError
 
 _TOKEN_IDS = re.compile(rb'token_ids"\s*:\s*\[[^\]]*\]')
 """Token ids in an event, including the prompt's. Inside a JSON string the quote would be escaped."""
@@ -217,7 +218,7 @@ def decode_event(data: bytes) -> StreamEvent:
     if isinstance(event.error, dict):
         code = event.error.get("code")
         if not isinstance(code, int) or code >= _SERVER_ERROR:
-            raise StreamFailedError(f"reported an error: {event.error.get('message')}")
+            raise StreamFailedError(f"reported an error: {ReportedError.of(event.error).message}")
     return event
 
 

@@ -141,6 +141,7 @@ async def test_half_an_event_never_reaches_a_client_as_a_whole_one(start_chaos: 
 
 
 REFUSAL = sse({"error": {"message": "too long", "type": "BadRequestError", "code": 400}})
+MUTE = sse({"error": {"message": "", "type": "InternalServerError", "code": 500}})
 REPORTED: dict[str, tuple[list[bytes], str, str]] = {
     # name -> (pieces the engine sends, outcome, error in the row)
     "no [DONE]": ([*WORDS[:2], ERROR], "stream_broken", "reported an error: out of memory"),
@@ -148,6 +149,12 @@ REPORTED: dict[str, tuple[list[bytes], str, str]] = {
     "one chunk": ([WORDS[0], b"".join([WORDS[1], ERROR, DONE])], "stream_broken", "reported an error: out of memory"),
     "CRLF": (crlf(*WORDS[:2], ERROR, DONE), "stream_broken", "reported an error: out of memory"),
     "a text": ([*WORDS[:2], sse({"error": "boom"}), DONE], "stream_broken", "reported an error: boom"),
+    "no text": ([*WORDS[:2], sse({"error": ""}), DONE], "stream_broken", "reported an error: no message"),
+    "no message": (
+        [*WORDS[:2], MUTE, DONE],
+        "stream_broken",
+        "reported an error: no message (InternalServerError, 500)",
+    ),
     "a client's mistake": ([*WORDS[:2], REFUSAL, DONE], "engine_refused", "reported an error: too long"),
     "inside a text": ([*WORDS[:2], sse({"choices": [{"text": '"error":{}'}]}), DONE], "ok", ""),
     "a client's mistake at once": ([REFUSAL, DONE], "engine_refused", "reported an error: too long"),

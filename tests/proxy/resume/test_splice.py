@@ -134,6 +134,13 @@ def test_an_error_event_breaks_the_stream_after_the_events_before_it(code: objec
             again()
 
 
+def test_an_error_without_a_message_has_its_type_and_code_instead() -> None:
+    so_far = StreamSoFar(keep_ids=False)
+    so_far.feed(b'data: {"error": {"message": "", "type": "InternalServerError", "code": 500}}\n\n')
+    with pytest.raises(StreamFailedError, match=r"^reported an error: no message \(InternalServerError, 500\)$"):
+        so_far.flush()
+
+
 def test_a_complaint_about_the_request_is_the_clients() -> None:
     complaint = b'data: {"error": {"message": "too long", "code": 400}}\n\ndata: [DONE]\n\n'
     so_far = StreamSoFar(keep_ids=False)
