@@ -148,10 +148,13 @@ class AdmissionGate:
             self.on_offer(request, session, fleet, self.sent_at_once)
 
     def by_part(self, room: Room, now_s: float) -> list[tuple[Part, AdmissionView]]:
-        """Each part of the fleet as its requests see it; empty: the fleet is one."""
+        """Each part of the fleet as its requests see it; empty: the fleet is one.
+
+        ``held`` is without other replicas' requests, of which only the first are known.
+        """
         self._divide(room.parts)
-        held = self._held.by_part
-        return [(part, self._fleet_view(held[part], 0.0, room.within(part), now_s)) for part in self._parts.each]
+        views = [(part, self._fleet_view(0, 0.0, room.within(part), now_s)) for part in self._parts.each]
+        return [(part, view._replace(held=self._held.by_part[part])) for part, view in views]
 
     def line(self, now_s: float) -> list[Held]:
         """Held requests in the order in which they are looked at."""

@@ -86,7 +86,8 @@ _STATS = {
         "longest_held_s": largest,
         "refused": total,
         "line": newest("held_s", _SHOWN_LINE),
-        "parts": rows(("instances",), {"*": largest}),  # each worker counts those of the others too
+        # Each worker counts the contexts of the others too, but its own held requests only.
+        "parts": rows(("instances",), {"held": total, "*": largest}),
     },
     "tenants": {"*": _TENANT},
     "retries": {"*": total},

@@ -326,6 +326,14 @@ def test_a_question_may_be_the_first_with_other_parts() -> None:
     assert [view.held for _, view in fleet.gate.by_part(fleet.room(), 1.0)] == [1, 1]
 
 
+def test_the_held_requests_of_each_part_are_counted_without_those_of_others() -> None:
+    fleet = Fleet(SessionCap(sessions=1, keep_s=0.0), ["a0", "a1", "b0", "b1", "b2"], PARTS)
+    for number in range(2):
+        fleet.arrive(Step("b", number, 10, 0.0, None), 0.0)
+    fleet.gate.elsewhere.replace([HeldElsewhere("other", number, 100, 0.0, model="b") for number in range(8)])
+    assert [view.held for _, view in fleet.gate.by_part(fleet.room(), 1.0)] == [0, 1]
+
+
 def test_of_an_instance_that_has_left_no_loss_is_remembered() -> None:
     fleet = Fleet(SessionCap(), ["a0", "a1"])
     losses = fleet.state.accounts.losses

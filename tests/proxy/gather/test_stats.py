@@ -70,7 +70,8 @@ async def test_refusals_of_keys_and_compared_predictions_are_summed(start_proxy:
 
 
 def test_parts_of_a_divided_fleet_are_joined_by_their_instances() -> None:
-    """Each worker counts what it has heard of the others: the first one may have heard least."""
+    """Each worker counts the contexts that it has heard of, the first one perhaps fewest, and its own held requests."""
     small, large = ({"instances": [name], "held": 1, "active_tokens": 10} for name in ("a", "b"))
-    joined = JOIN([{"holding": {"parts": [small, large]}}, {"holding": {"parts": [large | {"held": 3}, small]}}])
-    assert joined["holding"]["parts"] == [small, large | {"held": 3}]
+    more = large | {"held": 30, "active_tokens": 20}
+    joined = JOIN([{"holding": {"parts": [small, large]}}, {"holding": {"parts": [more, small]}}])
+    assert joined["holding"]["parts"] == [small | {"held": 2}, large | {"held": 31, "active_tokens": 20}]
