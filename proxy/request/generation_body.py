@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 from operator import attrgetter
 from types import MappingProxyType
 from typing import NamedTuple, cast
@@ -121,9 +121,16 @@ _guarded_values = attrgetter(*_GUARDED)
 
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
+_FLAGS = MappingProxyType(
+    {**dict.fromkeys(("on", "t", "y", "yes", 1.0), b"true"), **dict.fromkeys(("off", "f", "n", "no", 0.0), b"false")}
+)
+"""Values that pydantic takes for a flag, and msgspec does not; texts in any case."""
+_LONGEST_FLAG_BYTES = 32
+
 _encode = msgspec.json.encode
 _whole = msgspec.json.Decoder(int, strict=False).decode
 _decode_top = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_decode_flag = msgspec.json.Decoder(str | float | None).decode
 
 
 class _Reading(NamedTuple):
@@ -138,6 +145,7 @@ class _Reading(NamedTuple):
     """Fields that are left as they are."""
     short: frozenset[str]
     """Fields whose length is bounded in large bodies."""
+    flags: frozenset[str]
 
 
 def _reading(kind: type[GenerationBody]) -> _Reading:
@@ -152,6 +160,7 @@ def _reading(kind: type[GenerationBody]) -> _Reading:
         msgspec.json.Decoder(cast(type[GenerationBody], guarded), strict=False).decode,
         prompts,
         frozenset(field.encode_name for field in fields) - prompts,
+        frozenset(field.encode_name for field in fields if field.type == bool | None),
     )
 
 
@@ -190,7 +199,7 @@ def large_fields(body: bytes, allowed: Set[str], kind: type[GenerationBody] = Ge
 
 
 def _read_as_engines_do(body: bytes, reading: _Reading, error: Exception) -> GenerationBody:
-    """Decode a body again with the values that vLLM converts: ``"10"``, ``10.0``, ``"true"``, ``1`` for true.
+    """Decode a body again with the values that vLLM converts: ``"10"``, ``10.0``, ``"yes"`` or ``1`` for true.
 
     Raises RequestError as ``_problem``; ``error`` is that of the first reading.
     """
@@ -198,8 +207,38 @@ def _read_as_engines_do(body: bytes, reading: _Reading, error: Exception) -> Gen
         raise _problem(body, error) from error
     try:
         return reading.decode_lax(body)
+    except msgspec.ValidationError:
+        pass  # the next reading converts more
     except _UNREADABLE as second:
         raise _problem(body, second) from error
+    try:
+        return reading.decode_lax(_with_plain_flags(body, reading.flags))
+    except _UNREADABLE as last:
+        raise _problem(body, last) from error
+
+
+def _with_plain_flags(body: bytes, flags: Iterable[str]) -> bytes:
+    """The body with true and false for the flags that are written in the other ways of pydantic."""
+    given = _decode_top(body)
+    _plain(given, flags)
+    options = given.get("stream_options")
+    if options is not None and bytes(memoryview(options)[:1]) == b"{":
+        read = _decode_top(options)
+        _plain(read, ("include_usage",))
+        given["stream_options"] = msgspec.Raw(_encode(read))
+    return _encode(given)
+
+
+def _plain(given: dict[str, msgspec.Raw], flags: Iterable[str]) -> None:
+    for name in flags:
+        if (raw := given.get(name)) is None or len(memoryview(raw)) > _LONGEST_FLAG_BYTES:
+            continue
+        try:
+            value = _decode_flag(raw)
+        except msgspec.ValidationError:
+            continue
+        if (plain := _FLAGS.get(value.lower() if isinstance(value, str) else value)) is not None:
+            given[name] = msgspec.Raw(plain)
 
 
 def _bounded(known: dict[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:

@@ -47,7 +47,7 @@ BAD_INPUT: list[tuple[str, bytes, int, str | None, str]] = [
     ("/v1/completions", b'{"model": "stub", "prompt": [-1]}', 400, "prompt", "out of range"),
     ("/v1/completions", b'{"model": "stub", "prompt": {"a": 1}}', 400, "prompt", "string or list"),
     ("/v1/completions", b'{"model": 5, "prompt": "x"}', 400, "model", "Expected `str | null`"),
-    ("/v1/completions", b'{"model": "stub", "prompt": "x", "stream": "yes"}', 400, "stream", "Expected `bool"),
+    ("/v1/completions", b'{"model": "stub", "prompt": "x", "stream": "maybe"}', 400, "stream", "Expected `bool"),
     ("/v1/completions", b'{"model": "stub", "prompt": "x", "max_tokens": "many"}', 400, "max_tokens", "int"),
     ("/v1/completions", b'{"model": "gpt-9", "prompt": "x"}', 404, "model", "available: stub"),
     (

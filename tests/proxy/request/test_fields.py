@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter, ValidationError
 
 from proxy.errors import RequestError
 from proxy.request.generation_body import ResponsesBody
@@ -132,7 +133,27 @@ def test_numbers_and_flags_in_other_types_are_read_as_vllm_reads_them(padding: i
         assert not parse(request(f'"stream":{off}', padding)).stream
 
 
-@pytest.mark.parametrize(("given", "hidden"), [("0", True), ('"false"', True), ("1", False), ('"true"', False)])
+FLAGS = (*("true", "True", "yes", "on", "t", "y", "1"), *("false", "no", "OFF", "f", "n", "0"))
+OTHERS = ("", " yes", "maybe", "2", "1.0", "00")
+
+
+@pytest.mark.parametrize("padding", [0, PADDING])
+@pytest.mark.parametrize("given", [*FLAGS, *OTHERS, 1, 0, 1.0, 0.0, 2, 0.5, [], {}], ids=repr)
+def test_a_flag_is_read_as_pydantic_reads_it(given: object, padding: int) -> None:
+    field = f'"stream":{json.dumps(given)}'
+    try:
+        read = TypeAdapter(bool | None).validate_json(json.dumps(given))
+    except ValidationError:
+        assert refused(field, padding=padding).param == "stream"
+        return
+    parsed = parse(body := request(f'{field},"echo":"y"', padding))
+    assert (parsed.stream, parsed.fields.echo, parsed.body) == (read, True, body.encode())
+
+
+@pytest.mark.parametrize(
+    ("given", "hidden"),
+    [("0", True), ('"false"', True), ('"no"', True), ("0.0", True), ("1", False), ('"true"', False), ('"Yes"', False)],
+)
 def test_a_usage_option_in_another_type_is_read_as_vllm_reads_it(given: str, hidden: bool) -> None:
     parsed = parse(request(f'"stream":1,"stream_options":{{"include_usage":{given}}}'))
     assert (parsed.hides_usage, parsed.usage_requested) == (hidden, not hidden)
