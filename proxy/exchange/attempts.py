@@ -53,23 +53,32 @@ class Attempts:
         return not self._not_retried
 
     def count(
-        self, instance: Instance, error: str, sent_s: float, *, refused: bool, requests_fault: bool = False
+        self,
+        instance: Instance,
+        error: str,
+        sent_s: float,
+        model: str | None,
+        *,
+        refused: bool,
+        fault: bool = False,
     ) -> None:
         """Record a failure before the first byte for the health of its instance.
 
         Where all engines that were tried fail in the same words, none has failed: a few such requests of one client
         would close the fleet to all. The first failure counts until then, as an engine that fails at everything must be
-        left out soon, unless engines have failed alike in these words lately: then it counts if another one answers.
+        left out soon, unless engines have failed alike in these words lately, or no other engine can be asked: then it
+        counts if another one answers.
 
         Args:
             instance: where it was sent.
             error: description of the failure.
             sent_s: when it was sent (monotonic).
+            model: the request's.
             refused: the connection was refused.
-            requests_fault: the request may be its cause.
+            fault: the request may be its cause.
         """
         alike, common, now_s = self._alike, self._core.common_failures, time.monotonic()
-        again = requests_fault and bool(alike) and alike[0].error == error
+        again = fault and bool(alike) and alike[0].error == error
         if again and all(instance.url != each.instance.url for each in alike):
             if alike[0].counted:
                 self._core.instances.forgive(alike[0].instance)
@@ -78,12 +87,17 @@ class Attempts:
             alike.append(_Failure(instance, error, sent_s, counted=False))
             return
         self.answered()
-        if requests_fault:
-            waits = common.known(error, now_s)
+        if fault:
+            waits = common.known(error, now_s) or self._alone(instance, model)
             alike.append(_Failure(instance, error, sent_s, not waits and instance.breaker.counts(sent_s)))
             if waits:
                 return
         self._core.instances.failed(instance, error, refused=refused, sent_s=sent_s)
+
+    def _alone(self, instance: Instance, model: str | None) -> bool:
+        """True if no other engine may be asked now."""
+        instances = self._core.instances
+        return all(instances[name].url == instance.url for name in instances.healthy(model) & instances.decoders())
 
     def answered(self) -> None:
         """Record that another engine answered otherwise than those that failed alike: they failed."""

@@ -249,7 +249,7 @@ class Exchange:
             late = isinstance(error, NotAcceptedError)
             if not own and not (late and core.lag.explains(core.settings.timeouts.connect_s)):
                 fault = answer is not None and may_be_the_requests_fault(answer.status, first, streamed=streamed)
-                self._attempts.count(decode, str(error), sent_s, refused=refused, requests_fault=fault)
+                self._attempts.count(decode, str(error), sent_s, self._seat.model, refused=refused, fault=fault)
             if error.seen:
                 self._attempts.guard.suspect(decode)
             raise AttemptFailedError(instance, str(error), seen=error.seen, own=own) from error

@@ -27,6 +27,7 @@ class Health(StrEnum):
 
     NONE = "nothing"
     COUNTED = "one failure"
+    COUNTED_BESIDE = "one failure; alone nothing"
     OUT = "out at once"
 
 
@@ -84,6 +85,7 @@ _TOO_LATE = View(504, Sees.ERROR, "upstream_timeout", 1)
 
 SERVED = _same(_ANSWERED, Health.NONE)
 RETRIED = Expected(_FAILED, _ELSEWHERE, Health.COUNTED)
+COMPARED = Expected(_FAILED, _ELSEWHERE, Health.COUNTED_BESIDE)
 LATE = Expected(_TOO_LATE, _ELSEWHERE, Health.COUNTED)
 REFUSED = Expected(_FAILED, _ELSEWHERE, Health.OUT)
 BROKEN = _same(View(200, Sees.BROKEN, "stream_broken", 1), Health.COUNTED)
@@ -111,14 +113,14 @@ def _both(name: str, fault: Fault | str, expected: Expected) -> list[Cell]:
 _BROKEN_OFF = {
     "BEFORE_HEADERS_stream": RETRIED,
     "BEFORE_HEADERS_whole": RETRIED,
-    "BEFORE_FIRST_BYTE_stream": RETRIED,
+    "BEFORE_FIRST_BYTE_stream": COMPARED,
     "BEFORE_FIRST_BYTE_whole": RETRIED,
     "MID_STREAM_stream": BROKEN,
     "MID_STREAM_whole": RETRIED,
     "AT_END_stream": SERVED,
     "AT_END_whole": RETRIED,
 }
-_SILENT = {key: LATE if what is RETRIED else what for key, what in _BROKEN_OFF.items()}
+_SILENT = {key: LATE if what in (RETRIED, COMPARED) else what for key, what in _BROKEN_OFF.items()}
 _BAD_CHUNK = {
     key: what for key, what in _BROKEN_OFF.items() if key in {"BEFORE_FIRST_BYTE_stream", "MID_STREAM_stream"}
 }
@@ -153,7 +155,7 @@ CELLS: list[Cell] = [
     *_both("401", faults.answers("401 Unauthorized"), passed(401)),
     *_both("404", faults.answers("404 Not Found"), passed(404)),
     *_both("429", faults.answers("429 Too Many Requests", "retry-after: 7"), passed(429)),
-    *_both("500", faults.answers("500 Internal Server Error"), RETRIED),
+    *_both("500", faults.answers("500 Internal Server Error"), COMPARED),
     *_both("501", faults.answers("501 Not Implemented"), passed(501)),
     *_both("503", faults.answers("503 Service Unavailable"), RETRIED),
     *_both("503 with an HTML body", faults.answers("503 X", body=b"<html>\xff\x00</html>"), RETRIED),

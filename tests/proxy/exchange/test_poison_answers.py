@@ -88,8 +88,25 @@ async def test_failures_that_differ_count(start_proxy: StartProxy, mode: str) ->
     assert [state for state, _ in breakers(proxy)] == ["open", "open"]
 
 
-async def test_the_only_engine_is_left_out_for_what_it_answers_to_everything(start_proxy: StartProxy) -> None:
-    proxy = await start_proxy(engines=[StubEngine(mode="error")], health=QUIET)
+@pytest.mark.parametrize(("mode", "streamed"), [("error", False), ("error", True), ("empty_stream", True)])
+async def test_the_only_engine_in_reach_is_not_left_out_for_requests_that_it_cannot_answer(
+    start_proxy: StartProxy, mode: str, streamed: bool
+) -> None:
+    """Nobody else could answer the others, and an OpenAI client's own retries are three such requests."""
+    other = StubEngine(model="other")
+    proxy = await start_proxy(engines=[StubEngine(mode=mode), other], health=QUIET)
+    for _ in range(4):
+        answer = await proxy.client.post("/v1/completions", json={**OK, "stream": streamed})
+        assert (answer.status_code, other.seen) == (502, [])
+    assert breakers(proxy) == [("closed", 0), ("closed", 0)]
+    proxy.engines[0].mode = "ok"
+    assert (await proxy.client.post("/v1/completions", json=OK)).status_code == 200
+    assert ledger_is_zero(await proxy.settled())
+
+
+@pytest.mark.parametrize("mode", ["reset", "page", "cut_json"])
+async def test_the_only_engine_is_left_out_for_failures_of_its_own(start_proxy: StartProxy, mode: str) -> None:
+    proxy = await start_proxy(engines=[StubEngine(mode=mode)], health=QUIET)
     for _ in range(2):
         assert (await proxy.client.post("/v1/completions", json=OK)).status_code == 502
     assert [state for state, _ in breakers(proxy)] == ["open"]

@@ -167,7 +167,7 @@ async def test_an_engine_that_hangs_while_its_health_endpoint_answers_stays_out_
 
 
 async def test_a_trial_whose_client_leaves_says_nothing_and_makes_room_for_another(start_proxy: StartProxy) -> None:
-    engine = StubEngine(mode="error")
+    engine = StubEngine(mode="page")
     health = {**QUICK, "unhealthy_after": 1, "trial_requests": 1}
     proxy = await start_proxy(engines=[engine], health=health)
     assert (await ask(proxy)).status_code == 502
@@ -210,7 +210,7 @@ async def test_many_failures_among_successes_take_an_instance_out_too(start_prox
     proxy = await start_proxy(engines=[engine], health=health)
     statuses = []
     for number in range(8):
-        engine.mode = "error" if number % 2 else "ok"
+        engine.mode = "page" if number % 2 else "ok"
         statuses.append((await ask(proxy)).status_code)
     assert statuses == [200, 502] * 4
     assert (await shown(proxy))["breaker"]["why"].startswith("4 of 8 requests failed within 30 s")
@@ -227,7 +227,7 @@ async def test_streams_that_break_off_take_an_instance_out(start_proxy: StartPro
 
 
 async def test_refused_input_never_counts_and_ends_a_trial_well(start_proxy: StartProxy) -> None:
-    engine = StubEngine(mode="error")
+    engine = StubEngine(mode="page")
     proxy = await start_proxy(engines=[engine], health={**QUICK, "unhealthy_after": 1})
     await ask(proxy)
     engine.mode = "refuse_input"
