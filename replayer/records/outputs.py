@@ -13,6 +13,8 @@ from typing import IO
 
 _OPENED = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/")
 _BEGIN_BYTES = 1024
+_REPORT = b'<meta name="generator" content="warmroute report">'
+"""In the first bytes of every report."""
 
 
 class OverwritesInputError(ValueError):
@@ -55,8 +57,8 @@ def refuse_existing(output: Path) -> None:
         raise ExistingOutputError(f"{output}: already exists; give another name, or remove it")
 
 
-def refuse_other_than_page(output: Path) -> None:
-    """Refuse an output that exists and is neither empty nor an HTML page, so that no measured run is lost.
+def refuse_other_than_report(output: Path) -> None:
+    """Refuse an output that exists and is neither empty nor an earlier report, so that no measured run or page is lost.
 
     Raises:
         ExistingOutputError: it is another file.
@@ -65,9 +67,11 @@ def refuse_other_than_page(output: Path) -> None:
     if not output.is_file() or str(output).startswith(_OPENED):
         return
     with output.open("rb") as file:
-        begin = file.read(_BEGIN_BYTES).lstrip().lower()
-    if begin and not begin.startswith(b"<!doctype html>"):
-        raise ExistingOutputError(f"{output}: already exists and is no HTML page; give another name, or remove it")
+        begin = file.read(_BEGIN_BYTES)
+    if begin and _REPORT not in begin:
+        raise ExistingOutputError(
+            f"{output}: already exists and was not written by warmroute report; give another name, or remove it"
+        )
 
 
 @contextmanager

@@ -187,12 +187,12 @@ def _refuse_overwriting(output: Path, files: Sequence[Path]) -> None:
         OverwritesInputError,
         not_written,
         refuse_inputs,
-        refuse_other_than_page,
+        refuse_other_than_report,
     )
 
     try:
         refuse_inputs(output, files)
-        refuse_other_than_page(output)
+        refuse_other_than_report(output)
     except (OverwritesInputError, ExistingOutputError) as error:
         _stop(str(error))
     except OSError as error:

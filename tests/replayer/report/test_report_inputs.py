@@ -295,10 +295,14 @@ def test_a_report_does_not_overwrite_what_it_is_made_from(app: typer.Typer, expe
 def test_a_report_overwrites_only_a_report(app: typer.Typer, tmp_path: Path) -> None:
     run = write_run(tmp_path / "run.jsonl", make_run())
     measured = write_run(tmp_path / "measured.jsonl", make_run(noise_seed=1))
-    before = measured.read_bytes()
-    result = CliRunner().invoke(app, ["report", str(run), "--output", str(measured)])
-    assert (result.exit_code, measured.read_bytes()) == (2, before)
-    assert "measured.jsonl: already exists and is no HTML page" in " ".join(result.output.split())
+    (index := tmp_path / "index.html").write_text("<!DOCTYPE html>\n<title>Notes</title>\n")
+    for other in (measured, index):
+        before = other.read_bytes()
+        result = CliRunner().invoke(app, ["report", str(run), "--output", str(other)])
+        assert (result.exit_code, other.read_bytes()) == (2, before)
+        assert f"{other.name}: already exists and was not written by warmroute report" in " ".join(
+            result.output.split()
+        )
     page = tmp_path / "page.html"
     page.touch()
     for title in ("first", "second"):
