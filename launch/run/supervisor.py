@@ -105,6 +105,29 @@ class Fleet:
 
     async def _start(self) -> None:
         self._prepare()
+        tasks = [
+            asyncio.create_task(self._start_all(), name="fleet-start"),
+            asyncio.create_task(self._until_one_exits(), name="fleet-exits"),
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                await task
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        self._watching = asyncio.create_task(Watch(self).run(), name="fleet-watch")
+
+    async def _until_one_exits(self) -> None:
+        """Raise StartError once a process that was started has exited, also one that was ready before the others."""
+        while True:
+            for process in self.processes:
+                if process.exited():
+                    raise self._exited_early(process)
+            await asyncio.sleep(_READY_POLL_S)
+
+    async def _start_all(self) -> None:
         specs = engine_specs(self.fleet)
         for number, spec in enumerate(specs):
             if number and self.fleet.stagger_s:
@@ -131,7 +154,6 @@ class Fleet:
                 await self.until_ready(proxy, client, deadline)
         if not self._defer_warmup:
             self._report_ready()
-        self._watching = asyncio.create_task(Watch(self).run(), name="fleet-watch")
 
     async def finish_start(self) -> None:
         """Warm the pairs and report the fleet ready, after a start with ``defer_warmup``.
@@ -279,11 +301,7 @@ class Fleet:
             answer = "no answer yet"
             while True:
                 if process.exited():
-                    code = process.reap()
-                    raise StartError(
-                        f"{process.spec.name} exited with code {code} before it was ready; the end of "
-                        f"{process.log_path}:\n{process.log_tail()}"
-                    )
+                    raise self._exited_early(process)
                 try:
                     response = await client.get(url)
                     if response.status_code == 200:
@@ -297,6 +315,14 @@ class Fleet:
                         f"the end of {process.log_path}:\n{process.log_tail()}"
                     )
                 await asyncio.sleep(_READY_POLL_S)
+
+    def _exited_early(self, process: ManagedProcess) -> StartError:
+        code = process.reap()
+        what = "the fleet" if self.state_of(process).status == "ready" else "it"
+        return StartError(
+            f"{process.spec.name} exited with code {code} before {what} was ready; the end of {process.log_path}:\n"
+            f"{process.log_tail()}"
+        )
 
     async def _stop(self, status: str) -> None:
         if self._watching is not None:

@@ -23,6 +23,7 @@ from launch.run.processes import ManagedProcess, StartError, creation_time, end_
 from launch.run.state import FleetRecord, ProcessState, StateError, find_run_dir, read_state, write_state
 from launch.run.supervisor import PROXY_CONFIG, Fleet
 from tests.launch.conftest import soon, until
+from tests.launch.stub_launch import StubEngine
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 MakeFleet = Callable[..., FleetFile]
@@ -94,6 +95,31 @@ async def test_a_process_that_dies_at_once_is_an_error_with_its_log(
     with pytest.raises(StartError, match=r"(?s)inst-\d exited with code 2 before it was ready.*can't open file"):
         async with Fleet(small_fleet(), tmp_path, with_proxy=False):
             pytest.fail("started")
+    assert read_state(tmp_path).status == "failed"
+
+
+@pytest.mark.usefixtures("stubs")
+@pytest.mark.parametrize("waits_for", ["the next start", "another engine"])
+async def test_an_engine_that_exits_while_others_start_ends_the_start_at_once(
+    small_fleet: MakeFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits_for: str
+) -> None:
+    """Not after ``stagger_s`` for each further engine, or ``ready_timeout_s`` for one that loads for long."""
+    values = small_fleet(count=2, ready_timeout_s=600, stagger_s=600 if waits_for == "the next start" else 0)
+    urls = StubEngine.ready_urls
+    monkeypatch.setattr(
+        StubEngine,
+        "ready_urls",
+        lambda self, fleet, index: ("http://127.0.0.1:9/health",) if index else urls(self, fleet, index),
+    )
+    fleet = Fleet(values, tmp_path, with_proxy=False)
+    start = asyncio.create_task(fleet.__aenter__())
+    expected = "starting" if waits_for == "the next start" else "ready"
+    await soon(lambda: bool(fleet.state.processes) and fleet.state.processes[0].status == expected)
+    os.kill(fleet.state.processes[0].pid, signal.SIGKILL)
+    before = "it" if expected == "starting" else "the fleet"
+    with pytest.raises(StartError, match=f"inst-0 exited with code -9 before {before} was ready"):
+        async with asyncio.timeout(30):
+            await start
     assert read_state(tmp_path).status == "failed"
 
 
