@@ -123,11 +123,10 @@ def test_the_same_requests_are_sent_as_by_asking_about_all(rule: WorkingSet | Se
         now_s += step.wait_s
         for fleet in fleets:
             fleet.play(step, now_s)
+            fleet.state.accounts.expire(now_s)  # contexts are as of the last call with a time, which need not be now
         contexts = asking.state.accounts.contexts()
         for name, fleet in selecting.items():
             assert fleet.state.accounts.contexts() == contexts, name
-    for fleet in fleets:
-        fleet.state.accounts.expire(now_s)
     for name, fleet in selecting.items():
         assert fleet.sent == asking.sent, name
         assert len(fleet.gate) == len(asking.gate), name
