@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from enum import StrEnum
-from math import ceil
+from math import ceil, inf
 from typing import Any, NamedTuple
 
 import xxhash
@@ -49,9 +49,9 @@ class KeyUse(NamedTuple):
     requests: int = 0
     """Requests counted since the start, if they are limited."""
     tokens: int = 0
-    requests_left: float = 0.0
-    """Left of the minute's requests; without a limit 0."""
-    tokens_left: float = 0.0
+    requests_left: float = inf
+    """Left of the minute's requests; without a limit infinite."""
+    tokens_left: float = inf
     sessions: frozenset[int] = frozenset()
     """Digests of the sessions that count."""
 
@@ -226,8 +226,8 @@ class Quota:
             self.in_flight,
             self._requests_counted,
             self._tokens_counted,
-            0.0 if self._requests is None else self._requests.left(now_s),
-            0.0 if self._tokens is None else self._tokens.left(now_s),
+            inf if self._requests is None else self._requests.left(now_s),
+            inf if self._tokens is None else self._tokens.left(now_s),
             self._digests(),
         )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import msgspec
 
 from policies.admission.homes import Contexts
@@ -27,8 +29,8 @@ class KeyReport(msgspec.Struct, array_like=True, frozen=True):
     in_flight: int = 0
     requests: int = 0
     tokens: int = 0
-    requests_left: float = 0.0
-    tokens_left: float = 0.0
+    requests_left: float = inf
+    tokens_left: float = inf
     sessions: tuple[int, ...] = ()
 
 

@@ -10,7 +10,7 @@ from policies.types import RequestView
 from proxy.access.quotas import KeyLimitError
 from proxy.request.parse import Endpoint, Prompt
 from proxy.sharing.drains import DrainMarks
-from proxy.sharing.wire import DrainMark, HeldReport, KeyReport, LoadReport, Message, Pin, WireError, decode
+from proxy.sharing.wire import DrainMark, HeldReport, KeyReport, LoadReport, Message, Pin, WireError, decode, encode
 from tests.policies.builders import decision_for
 from tests.proxy.request.parsing import parse_request
 from tests.proxy.sharing.side import UNIX_S, Side
@@ -196,6 +196,15 @@ def test_a_replica_that_joins_begins_with_the_amounts_that_are_left_elsewhere() 
     found = Message("x", 1, full=True, keys={"team": KeyReport(2, 500, 0, 3.0)})
     side.others.find(found, 0.0, side.began_s, UNIX_S)
     assert round(side.quota.use(side.began_s).requests_left) == 3
+
+
+def test_a_limit_per_minute_that_others_do_not_have_yet_begins_full() -> None:
+    old, new = Side("old", max_concurrent=4), Side("new", max_requests_per_min=60, max_tokens_per_min=6_000)
+    found = old.own.message(old.began_s, UNIX_S, full=True)
+    assert found is not None
+    new.others.find(decode(encode(found)), 0.0, new.began_s, UNIX_S)
+    use = new.quota.use(new.began_s)
+    assert (use.requests_left, use.tokens_left) == (60, 6_000)
 
 
 def test_requests_in_flight_of_a_forgotten_replica_count_no_more() -> None:
