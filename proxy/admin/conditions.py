@@ -84,12 +84,16 @@ def _discovery(core: Core) -> Condition:
             failed = "not read yet; "
         return Condition("discovery", False, f"{failed}{found} are kept", "GET /stats has the error, under discovery")
     if status.last is Reading.EMPTY:
+        detail = f"the source has no instance; {found} are kept"
         remedy = "check the name or selector of the source; discovery.accept_empty: true if it is right"
-        return Condition("discovery", False, f"the source has no instance; {found} are kept", remedy)
+    elif status.problems:
+        detail = found
+    else:
+        return Condition("discovery", True, found)
     if status.problems:
+        detail = f"{detail}, {len(status.problems)} left out"
         remedy = "GET /stats has the reasons, under discovery"
-        return Condition("discovery", False, f"{found}, {len(status.problems)} left out", remedy)
-    return Condition("discovery", True, found)
+    return Condition("discovery", False, detail, remedy)
 
 
 def _accepting(core: Core) -> Condition:

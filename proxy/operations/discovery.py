@@ -104,8 +104,10 @@ class Discovery:
         if not wanted.instances and not self._core.settings.discovery.accept_empty:
             if status.last is not Reading.EMPTY:
                 log.warning("%s has no instance: the last %d are kept", status.origin, len(self._wanted.instances))
+            # The reasons are those of this reading: it may be empty because every entry was left out.
+            self._wanted = self._wanted._replace(problems=wanted.problems)
             status.read(Reading.EMPTY)
-            status.problems = wanted.problems
+            self._apply()
         else:
             self._wanted = wanted
             status.read(Reading.APPLIED if self._apply() else Reading.UNCHANGED)

@@ -136,6 +136,26 @@ async def test_an_empty_set_is_applied_only_where_the_settings_accept_it(
     await a.stop()
 
 
+async def test_a_set_that_is_empty_as_every_entry_was_left_out_keeps_its_reasons(
+    start: Start, fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Pods:
+        origin = "pods"
+
+        async def sets(self) -> AsyncGenerator[Wanted, None]:
+            yield Wanted((), ("pod a: no port",))
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(operations, "source_of", lambda _: Pods())
+    running = await start(1, discovery=fleet.settings())
+    running.operations.discovery._apply()  # as every interval_s
+    found = await condition(running)
+    assert found["detail"].endswith("are kept, 1 left out")
+    assert found["remedy"] == "GET /stats has the reasons, under discovery"
+    assert (await running.client.get("/stats")).json()["discovery"]["problems"] == ["pod a: no port"]
+    assert "pods: not in the fleet: pod a: no port" in caplog.text
+
+
 async def test_names_and_urls_of_settings_and_api_are_left_alone(start: Start, fleet: Fleet) -> None:
     a, b = await engine(), await engine()
     fleet.write("[]")
