@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, expect
 
+from tests.integration.fleet import free_port
 from tests.ui.conftest import OpenPage
 from tests.ui.rig import LiveProxy, until
 
@@ -152,6 +153,19 @@ def test_an_instance_page_shows_its_row(proxy: LiveProxy, open_page: OpenPage) -
     assert fact(page, "Models") == ", ".join(row["models"])
     assert fact(page, "Breaker").startswith("closed")
     expect(page.locator("#page-instance tbody tr").first).to_be_visible()
+
+
+def test_an_instance_that_returns_is_shown_again_on_its_open_page(proxy: LiveProxy, open_page: OpenPage) -> None:
+    page = open_page("#/instance/guest")
+    expect(page.locator("#facts .empty")).to_contain_text("No such instance")
+    for _ in range(2):
+        guest = {"name": "guest", "url": f"http://127.0.0.1:{free_port()}"}
+        proxy.client.post("/instances", json=guest).raise_for_status()
+        expect(page.locator('[data-drain="guest"]')).to_be_visible()
+        assert page.locator("#facts .empty").count() == 0
+        proxy.client.delete("/instances/guest").raise_for_status()
+        expect(page.locator("#facts .empty")).to_contain_text("No such instance")
+        expect(page.locator('[data-drain="guest"]')).to_have_count(0)
 
 
 @pytest.mark.parametrize(

@@ -41,8 +41,10 @@ export default function instancePage({ id, toast, changeKey }) {
         put(state);
         put(action);
         values.clear();
+        shown = "";
         return;
       }
+      if (!values.size) put(list);
       const [kind, word] = conditionOf(row);
       const key = `${kind} ${word} ${row.draining} ${row.leaving}`;
       if (key !== shown) {
