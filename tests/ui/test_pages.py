@@ -133,6 +133,27 @@ def test_a_session_page_shows_its_turns(proxy: LiveProxy, open_page: OpenPage, s
     expect(page.locator("#title")).to_have_text(min(turns, key=lambda row: row["arrived_unix_s"])["request_id"])
 
 
+def test_a_session_page_says_that_it_shows_a_part_of_a_long_session(proxy: LiveProxy, open_page: OpenPage) -> None:
+    (row,) = proxy.get("/breakdown", limit=1, outcome="ok")["rows"]
+    # The first turn of those shown ends last.
+    turns = [
+        {**row, "arrived_unix_s": 1e9 - at, "stages_ms": {"total": 400e3 if at == 199 else 1e3}} for at in range(300)
+    ]
+    page = open_page()
+    page.route(
+        "**/breakdown?*",
+        lambda route: route.fulfill(json={"rows": turns[: int(re.findall(r"limit=(\d+)", route.request.url)[0])]}),
+    )
+    page.evaluate("location.hash = '#/session/long'")
+    expect(page.locator("#turns tbody tr")).to_have_count(200)
+    expect(page.locator("#newest")).to_contain_text("the newest 200 turns")
+    expect(page.locator("#figure-lasted .value")).to_have_text("6 min 40 s")
+    turns[200:] = []
+    page.keyboard.press("r")
+    expect(page.locator("#newest")).to_have_count(0)
+    expect(page.locator("#turns tbody tr")).to_have_count(200)
+
+
 def sessions_of(proxy: LiveProxy) -> list[str]:
     rows = proxy.get("/breakdown", limit=400)["rows"]
     # Those of the first rows are over, so that their pages do not change.
