@@ -84,6 +84,20 @@ def test_decisions_stream_with_their_reasons_and_can_be_filtered(proxy: LiveProx
     expect(page.locator("#page-decisions .empty")).to_contain_text("Nothing matches")
 
 
+def test_a_filter_of_a_paused_stream_searches_the_rows_of_the_pause(proxy: LiveProxy, open_page: OpenPage) -> None:
+    page, live = open_page("#/decisions"), open_page("#/decisions")
+    expect(page.locator("#page-decisions tbody tr").first).to_be_visible()
+    page.locator("#pause").click()
+    live.locator("#filter").fill("after-the-pause")
+    assert proxy.complete([7] * 32, "after-the-pause").status_code == 200
+    expect(live.locator("#page-decisions tbody tr")).to_have_count(1)
+    live.wait_for_timeout(300)  # both pages get the same message
+    page.locator("#filter").fill("after-the-pause")
+    expect(page.locator("#page-decisions .empty")).to_contain_text("Nothing matches")
+    page.locator("#pause").click()
+    expect(page.locator("#page-decisions tbody tr")).to_have_count(1)
+
+
 def test_hand_offs_are_drawn_as_flows(proxy: LiveProxy, open_page: OpenPage, screenshot: Screenshot) -> None:
     until(lambda: len(handed_over(proxy)) > 3, "requests were handed over")
     page = open_page("#/flows")
