@@ -38,6 +38,12 @@ def test_a_key_in_the_address_is_taken_out_of_it(open_page: OpenPage) -> None:
     assert page.url.endswith("/ui/#/fleet")
 
 
+def test_a_key_that_is_not_percent_encoded_leaves_a_page_that_asks_for_another(open_page: OpenPage) -> None:
+    page = open_page("#key=50%", key=False)
+    expect(page.locator("#status")).to_have_text("Key needed")
+    assert page.url.endswith("/ui/#/fleet")
+
+
 def test_the_policy_is_switched_by_click(proxy: LiveProxy, open_page: OpenPage) -> None:
     before = proxy.get("/policy")
     page = open_page("#/control")

@@ -17,11 +17,20 @@ export const key = {
   set: (value) => (value ? sessionStorage.setItem(KEY, value) : sessionStorage.removeItem(KEY)),
 };
 
+/** A part of an address as text; as it is where it is not percent-encoded. */
+export function decoded(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
+  }
+}
+
 /** Take a key from the address (`#key=...`), which the demo prints, and remove it from there. */
 export function adoptKey() {
   const found = /^#key=([^&]+)/.exec(location.hash);
   if (!found) return;
-  key.set(decodeURIComponent(found[1]));
+  key.set(decoded(found[1]));
   history.replaceState(null, "", location.pathname + location.search + "#/fleet");
 }
 

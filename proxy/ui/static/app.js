@@ -1,6 +1,6 @@
 // The shell: navigation, search, live status, theme, key, shortcuts. Pages are modules of ./pages.
 
-import { adoptKey, key } from "./api.js";
+import { adoptKey, decoded, key } from "./api.js";
 import { h, icon, put, say } from "./dom.js";
 import { Feed } from "./feed.js";
 import { link } from "./format.js";
@@ -101,7 +101,7 @@ function open() {
   const [name, ...rest] = location.hash.replace(/^#\/?/, "").split("/");
   const chosen = PAGES[name] ? name : "fleet";
   page?.close?.();
-  const id = decode(rest.join("/"));
+  const id = decoded(rest.join("/"));
   page = PAGES[chosen].make({ feed, id, toast, changeKey });
   put(main, notice, page.element);
   for (const each of SHOWN) {
@@ -113,14 +113,6 @@ function open() {
   if (feed.state) page.update?.(feed);
   main.focus({ preventScroll: true });
   window.scrollTo(0, 0);
-}
-
-function decode(text) {
-  try {
-    return decodeURIComponent(text);
-  } catch {
-    return text;
-  }
 }
 
 function refresh() {
