@@ -76,11 +76,15 @@ class DashboardFeed:
             )
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Events of one viewer, until the proxy shuts down: ``start`` with the last minutes, then ``state``."""
+        """Events of one viewer, until the proxy shuts down: ``start`` with the last minutes, then ``state``.
+
+        A viewer that missed a message gets ``start`` again, so that it lacks no point and no decision.
+        """
         self.check_room()
         self.viewers += 1
         try:
             self._refresh()
+            seen = self.messages
             yield self._start()
             while not self._core.draining:
                 now_s = time.monotonic()
@@ -88,7 +92,10 @@ class DashboardFeed:
                 if self._core.draining:
                     break
                 self._refresh()
-                yield self._message
+                # A viewer that took longer than a period for a message has missed those of others meanwhile.
+                message = self._message if self.messages <= seen + 1 else self._start()
+                seen = self.messages
+                yield message
             yield event("end", self.messages, {"why": "the proxy is shutting down"})
         finally:
             self.viewers -= 1

@@ -126,6 +126,28 @@ async def test_viewers_share_one_computation(start_proxy: StartProxy, monkeypatc
     assert feed.viewers == 0
 
 
+async def test_a_viewer_that_missed_messages_of_others_gets_the_start_again(
+    start_proxy: StartProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed_module, "PERIOD_S", 60.0)
+    proxy = await start_proxy(1)
+    feed = feed_of(proxy)
+    quick, slow = feed.events(), feed.events()
+    await asyncio.gather(anext(quick), anext(slow))
+    for number in range(2):
+        finish(proxy.core.breakdown, f"r{number}")
+        feed._computed_s -= 61
+        assert (await anext(quick)).startswith(b"event: state\r\n")
+    feed._computed_s -= 61
+    caught_up = await anext(slow)
+    assert caught_up.startswith(b"event: start\r\n")
+    assert [row["request_id"] for row in data_of(caught_up)["decisions"]] == ["r0", "r1"]
+    feed._computed_s -= 61
+    assert (await anext(slow)).startswith(b"event: state\r\n")
+    for viewer in (quick, slow):
+        await viewer.aclose()  # type: ignore[attr-defined]
+
+
 async def test_the_number_of_viewers_is_bounded(start_proxy: StartProxy) -> None:
     proxy = await start_proxy(1)
     feed = feed_of(proxy)
