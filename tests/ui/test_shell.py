@@ -207,6 +207,26 @@ def test_the_page_reconnects_after_the_proxy_restarts(proxy: LiveProxy, open_pag
     expect(page.locator(".banner.bad")).to_be_hidden()
 
 
+def test_tabs_in_the_background_leave_the_browsers_connections_to_others(open_page: OpenPage) -> None:
+    def hide(page: Page, hidden: bool) -> None:  # headless pages are always visible
+        page.evaluate(
+            "hidden => { Object.defineProperty(document, 'hidden', { value: hidden, configurable: true });"
+            " document.dispatchEvent(new Event('visibilitychange')); }",
+            hidden,
+        )
+
+    first = page = open_page()
+    for _ in range(7):  # a browser opens six connections to a host
+        expect(page.locator("#status")).to_have_text("Live")
+        hide(page, True)
+        page = first.context.new_page()
+        page.goto(first.url)
+    expect(page.locator("#status")).to_have_text("Live")
+    hide(first, False)
+    expect(first.locator("#status")).to_have_text("Live")
+    expect(first.locator(".side .foot")).to_contain_text("2 viewers")
+
+
 def test_an_engine_that_dies_is_shown_as_down(proxy: LiveProxy, open_page: OpenPage) -> None:
     page = open_page()
     expect(page.locator("#status")).to_have_text("Live")

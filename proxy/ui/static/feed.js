@@ -6,6 +6,12 @@ const POINTS = 300;
 const DECISIONS = 300;
 const SILENCE_MS = 5_000;
 const LONGEST_WAIT_MS = 5_000;
+const HIDDEN = new Error("the tab is in the background");
+
+/** Wait until the tab is shown. */
+async function shown() {
+  while (document.hidden) await new Promise((resolve) => document.addEventListener("visibilitychange", resolve, { once: true }));
+}
 
 /** Split a stream of text into events; `take(text)` returns those that are complete. */
 export function eventReader() {
@@ -37,14 +43,22 @@ export class Feed extends EventTarget {
   #wake = null;
   #abort = null;
 
-  /** Connect, and again after every end; returns never. */
+  /**
+   * Connect while the tab is shown, and again after every end; returns never. Browsers open six connections to a host
+   * at most, in all tabs together: a feed for each tab would keep the seventh from loading.
+   */
   async run() {
     let waitMs = 500;
     for (;;) {
+      await shown();
       try {
         await this.#connect(() => (waitMs = 500));
         this.#set("retrying", "The proxy ended the stream.");
       } catch (error) {
+        if (this.#abort.signal.reason === HIDDEN) {
+          this.#set("connecting", "");
+          continue;
+        }
         if (error.status === 401) this.#set("key", error.message);
         else if (error.status === 403 || error.status === 404) this.#set("refused", error.message);
         else this.#set("retrying", error.status ? error.message : "The proxy does not answer.");
@@ -63,6 +77,8 @@ export class Feed extends EventTarget {
   async #connect(onLive) {
     const abort = (this.#abort = new AbortController());
     let watchdog = setTimeout(() => abort.abort(), 3 * SILENCE_MS);
+    const hide = () => document.hidden && abort.abort(HIDDEN);
+    document.addEventListener("visibilitychange", hide);
     try {
       const response = await fetch(address("/ui/feed"), { headers: headers(), signal: abort.signal, cache: "no-store" });
       if (!response.ok) await refuse(response);
@@ -80,6 +96,7 @@ export class Feed extends EventTarget {
         }
       }
     } finally {
+      document.removeEventListener("visibilitychange", hide);
       clearTimeout(watchdog);
       abort.abort();
     }
