@@ -72,7 +72,8 @@ def _figures(records: Sequence[RequestRecord]) -> _Figures:
     )
 
 
-def _records(packed: Path) -> list[RequestRecord]:
+def records_of(packed: Path) -> list[RequestRecord]:
+    """Records of a run that is kept compressed."""
     with TemporaryDirectory() as folder:
         unpacked = Path(folder) / RUN_FILE
         unpacked.write_bytes(gzip.decompress(packed.read_bytes()))
@@ -88,7 +89,7 @@ def lines_of(folder: Path, base: str) -> Iterator[str]:
     arms: dict[str, list[tuple[RuleArmNote, _Figures]]] = {}
     for path in sorted(folder.glob(f"*/{ARM_FILE}")):
         note = msgspec.json.decode(path.read_bytes(), type=RuleArmNote)
-        arms.setdefault(note.label, []).append((note, _figures(_records(path.parent / f"{RUN_FILE}.gz"))))
+        arms.setdefault(note.label, []).append((note, _figures(records_of(path.parent / f"{RUN_FILE}.gz"))))
     if base not in arms:
         raise NoArmError(f"no arm {base} in {folder}; found: {', '.join(arms) or 'none'}")
     yield (

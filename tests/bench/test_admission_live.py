@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,15 @@ import yaml
 from typer.testing import CliRunner
 
 from bench.admission_live import RuleArm, _sum, app, order_of
-from bench.admission_records import ARM_FILE, RUN_FILE, RuleArmNote
-from replayer.records.runs import SCHEMA
+from bench.admission_records import ARM_FILE, RUN_FILE, RuleArmNote, lines_of, records_of
+from replayer.records.runs import SCHEMA, RequestRecord
 from replayer.traces.loading import load_trace
+
+DOCS = Path(__file__).parents[2] / "docs"
+UNCUT = DOCS / "results" / "admission-claude-h200"
+PAGE = (DOCS / "admission.md").read_text(encoding="utf-8")
+_UNCUT_POOLS = 4 * 411_648
+SECTION = PAGE.partition("#### Uncut sessions of Claude Code\n")[2].partition("\n### ")[0]
 
 
 def test_each_repeat_starts_with_another_arm() -> None:
@@ -125,3 +132,60 @@ def test_settings_of_an_arm_name_its_rule(tmp_path: Path) -> None:
         "name": "working_set",
         "params": {"keep_s": 5},
     }
+
+
+@pytest.mark.parametrize("folder", ["claude_2", "claude_1"])
+def test_the_page_shows_the_table_of_uncut_sessions(folder: str) -> None:
+    assert "\n".join(lines_of(UNCUT / folder, "before")) in SECTION
+
+
+def test_what_the_page_says_of_uncut_sessions() -> None:
+    words = " ".join(SECTION.split())
+    sent = 0
+    moved: dict[str, list[int]] = {}
+    contexts: dict[str, int] = {}
+    longest: list[float] = []
+    for packed in sorted(UNCUT.glob(f"*/*/{RUN_FILE}.gz")):
+        records = records_of(packed)
+        sent += len(records)
+        assert all(each.ok for each in records)
+        assert not any(each.cached_tokens for each in records if each.turn == 1), "the run began with cached contexts"
+        arm = f"{packed.parts[-3]}/{packed.parts[-2].rpartition('-')[0]}"
+        moved.setdefault(arm, []).append(_moved(records))
+        last = {each.session_id: each for each in sorted(records, key=lambda each: each.turn)}
+        contexts[packed.parts[-3]] = sum(each.input_length + each.output_length for each in last.values())
+        longest.append(max(each.ttft_scheduled_s or 0.0 for each in records))
+    assert f"All {sent:,} requests were answered" in words
+    for name in ("claude_2", "claude_1"):
+        rules = ", ".join(
+            f"`{rule}` {' and '.join(map(str, moved[f'{name}/{rule}']))}"
+            for rule in ("working_set", "before", "working_set-0")
+            if f"{name}/{rule}" in moved
+        )
+        assert f"{name}: {rules}" in words
+    assert f"{min(longest):.0f} to {max(longest):.0f} s in a run" in words
+    second, first = contexts["claude_2"], contexts["claude_1"]
+    assert f"{second / 1e6:.2f} M tokens, {second / _UNCUT_POOLS:.2f} times the pools" in words
+    assert f"{first / 1e6:.2f} M, {first / _UNCUT_POOLS:.2f} times" in words
+
+
+def test_the_verdict_on_uncut_sessions_is_that_of_the_tables() -> None:
+    words = " ".join(SECTION.split())
+    rows = {
+        (name, cells[1]): cells[-3:-1]
+        for name in ("claude_2", "claude_1")
+        for line in lines_of(UNCUT / name, "before")
+        if (cells := [cell.strip() for cell in line.split("|")])
+    }
+    second, first = rows["claude_2", "working_set"], rows["claude_1", "working_set"]
+    assert f"{second[0]} times that of `before` on `claude_2`, {first[0]} on `claude_1`" in words
+    assert f"whole sessions take {second[1]} and {first[1]}" in words
+    assert f"mean of `claude_2`, {rows['claude_2', 'working_set-0'][0]}, by one run" in words
+
+
+def _moved(records: list[RequestRecord]) -> int:
+    """Later turns on another instance than the turn before."""
+    ordered = sorted(records, key=lambda each: (each.session_id, each.turn))
+    turns = [(one, two) for one, two in pairwise(ordered) if one.session_id == two.session_id]
+    assert len(turns) == 100
+    return sum(one.instance != two.instance for one, two in turns)
