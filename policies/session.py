@@ -15,6 +15,7 @@ from policies.admission.line import Held
 from policies.admission.never_hold import NeverHold
 from policies.admission.room import ONE_PART, Parts
 from policies.classes import ClassThresholds
+from policies.costs.evictions import recomputed_s
 from policies.decide import decide
 from policies.offload.base import OffloadPlanner
 from policies.replicas.parts import LEAST_INSTANCES
@@ -179,7 +180,7 @@ class RoutingSession:
         Raises:
             NoCandidateError: ``decoders`` is empty.
         """
-        fleet = self.state.snapshot(request, now_s, decoders, prefill_only)
+        fleet = self._snapshot(request, decoders, prefill_only, now_s)
         choice = self._choice(request, fleet, room_on)
         decision = decide(
             request,
@@ -210,12 +211,29 @@ class RoutingSession:
 
         Nothing is counted. Raises NoCandidateError.
         """
-        fleet = self.state.snapshot(request, now_s, decoders, prefill_only)
+        fleet = self._snapshot(request, decoders, prefill_only, now_s)
         choice = self._choice(request, fleet, room_on)
         return fleet, {
             name: decide(request, choice, policy, self.planner, self.thresholds, guarded=self._guarded)
             for name, policy in policies.items()
         }
+
+    def _snapshot(
+        self, request: RequestView, decoders: Collection[str], prefill_only: Collection[str], now_s: float
+    ) -> FleetSnapshot:
+        """The fleet, with what admission knows of others to whom a placement costs time."""
+        fleet = self.state.snapshot(request, now_s, decoders, prefill_only)
+        gate, accounts = self.gate, self.state.accounts
+        if gate.never_holds or not fleet.instances:
+            return fleet
+        _, _, sessions, tokens = accounts.remote.beside(accounts.contexts())
+        evicted_s: dict[str, float] = {}
+        if tokens and accounts.prefill is not None:
+            share, each = accounts.gaps.return_share, tokens / sessions
+            evicted = accounts.homes.evicted(request, fleet.instances, *accounts.kept_at(request.context_id))
+            evicted_s = {name: share * recomputed_s(lost, each, accounts.prefill) for name, lost in evicted.items()}
+        held = gate.held_beside(request)
+        return fleet._replace(held=held / len(fleet.instances), evicted_s=evicted_s) if held or evicted_s else fleet
 
     def _choice(self, request: RequestView, fleet: FleetSnapshot, room_on: frozenset[str]) -> FleetSnapshot:
         """The candidates that the policy chooses among."""

@@ -32,6 +32,12 @@ class FleetSnapshot(NamedTuple):
     """
     contexts: ContextsView = ContextsView()
     """Empty if there is no specialist."""
+    held: float = 0.0
+    """Requests that the admission rule holds, per candidate: each waits for what candidates compute."""
+    evicted_s: Mapping[str, float] = {}
+    """Expected seconds to compute again what this request's KV evicts of kept contexts, by candidate; without those
+    where it evicts nothing. Empty if no admission rule holds requests.
+    """
 
     @property
     def senders(self) -> tuple[InstanceView, ...]:

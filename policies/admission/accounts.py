@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Set
 from math import inf
 
 from policies.admission.base import SessionView
-from policies.admission.homes import Contexts, Homes, RemoteContexts
+from policies.admission.homes import Contexts, Home, Homes, RemoteContexts
 from policies.admission.losses import Losses
 from policies.admission.prompt_ends import continued
 from policies.admission.residency import Residency
@@ -52,8 +52,9 @@ class SessionAccounts:
         self._active_tokens = 0
         self._kept_tokens = 0
         self._seen_s = 0.0
-        self._return_share = 1.0
         self._losses = Losses()
+        self.prefill: PrefillModel | None = None
+        """Prices what would be computed again, as of the latest request; None before the first."""
         self._deferred = False
         self._waiting: list[Turn | TurnEnd] = []
 
@@ -86,19 +87,11 @@ class SessionAccounts:
         return len(self._active), self._active_tokens, len(self._kept), self._kept_tokens
 
     @property
-    def keeps_s(self) -> float:
-        """Seconds for which a session is kept, as learned."""
-        self.settle()
-        return self._gaps.keep_s
-
-    @property
-    def return_share(self) -> float:
-        """Share of turns that another of the same session follows while it is kept, lately. Begins at 1: what is not
-        known yet may return.
-        """
+    def gaps(self) -> ReturnGaps:
+        """Returns of sessions, as learned."""
         if self._waiting:
             self.settle()
-        return self._return_share
+        return self._gaps
 
     @property
     def losses(self) -> Losses:
@@ -163,6 +156,7 @@ class SessionAccounts:
         turn = Turn()
         turn.request, turn.instance, turn.cached_tokens = request, instance, cached_tokens
         turn.elsewhere_tokens, turn.model, turn.sent_s = elsewhere_tokens, model, now_s
+        self.prefill = model
         if not self._deferred:
             self._count(turn)
             return turn
@@ -190,7 +184,7 @@ class SessionAccounts:
         """Another ``keep_s``, from which learning begins again. O(sessions)."""
         self.settle()
         if keep_s != self._gaps.longest_s:
-            self._gaps = ReturnGaps(keep_s)
+            self._gaps = ReturnGaps(keep_s, self._gaps.return_share)
         past = list(self._past.values())
         idle = sorted([*self._past.items(), *self._kept.items()], key=lambda item: item[1].since_s)
         self._past.clear()
@@ -216,7 +210,7 @@ class SessionAccounts:
             self._forget(name, account)
             if not account.expired:  # else it was counted before a longer time to keep brought it back
                 account.expired = True
-                self._not_followed()
+                self._gaps.not_followed(TURNS_PER_INSTANCE * self.instances)
         self._oldest_s = inf
 
     def _forget(self, name: str, account: SessionAccount) -> None:
@@ -256,6 +250,11 @@ class SessionAccounts:
     def kept_of(self, names: Set[str]) -> Set[str]:
         """Those of the sessions that are kept, as of the last call with a time, with a rule that holds."""
         return names & self._kept.keys()
+
+    def kept_at(self, context_id: str | None) -> tuple[Home | None, int]:
+        """The place of a kept session's context, and its tokens; None: the session is not kept."""
+        account = self._kept.get(context_id) if context_id is not None else None
+        return (None, 0) if account is None else (account.home, account.context_tokens)
 
     def still_held(self, context_id: str, now_s: float) -> None:
         """A request of the session has been held until now: a kept one is kept for as long, as by ``view_of``."""
@@ -394,7 +393,4 @@ class SessionAccounts:
         if account.expired:
             account.expired = False
         else:
-            self._return_share += (1.0 - self._return_share) / turns
-
-    def _not_followed(self) -> None:
-        self._return_share -= self._return_share / (TURNS_PER_INSTANCE * self.instances)
+            self._gaps.followed(turns)

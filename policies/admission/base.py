@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import ClassVar, NamedTuple, Protocol
 
+from policies.costs.formulas import PrefillModel
 from policies.types import RequestView
 
 DEFAULT_RULE = "working_set"
@@ -106,6 +107,10 @@ class AdmissionView(NamedTuple):
     """The bound on holding, seconds."""
     by_instance: tuple[InstanceUse, ...] = ()
     """The same for each instance that can be chosen."""
+    return_gap_s: float = 0.0
+    """Mean time after which sessions that return have done so, seconds."""
+    prefill: PrefillModel | None = None
+    """Learned times of prefills, which price what is evicted; None: not known."""
 
 
 class Admit(NamedTuple):

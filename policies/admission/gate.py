@@ -131,6 +131,11 @@ class AdmissionGate:
         self.shares.join(request.tenant, now_s)
         return held
 
+    def held_beside(self, request: RequestView) -> int:
+        """Requests held, by any replica, in the part of the fleet that serves this one's model."""
+        part = self._parts.of(request.model)
+        return self._held.by_part[part] + self._held_elsewhere(part)
+
     def answer(self, request: RequestView, room: Room, now_s: float) -> Admit | Hold:
         """The answer that ``offer`` would give; no request and no session is changed."""
         room = self._for(request, room)
@@ -330,26 +335,25 @@ class AdmissionGate:
 
     def _fleet_view(self, held: int, expected_s: float, room: Room, now_s: float) -> AdmissionView:
         accounts, part = self.accounts, room.part
-        remote, contexts = accounts.remote, accounts.contexts()
-        uses = accounts.homes.uses(room.each)
-        if part is WHOLE:
-            contexts = remote.beside(contexts)
-            held += remote.held
-        else:
-            contexts = sums_of(uses)
-            held += len(self.elsewhere.within(part, self._parts))
+        remote, uses, gaps = accounts.remote, accounts.homes.uses(room.each), accounts.gaps
+        contexts = remote.beside(accounts.contexts()) if part is WHOLE else sums_of(uses)
         return AdmissionView(
             room.pool_tokens,
             *contexts,
             accounts.losses.share(room.instances, now_s, part) + remote.lost_share(room.instances, part),
-            accounts.return_share,
+            gaps.return_share,
             room.instances,
             room.prefilling,
-            held,
+            held + self._held_elsewhere(part),
             expected_s,
             self.max_hold_s,
             uses,
+            gaps.mean_s,
+            accounts.prefill,
         )
+
+    def _held_elsewhere(self, part: Part) -> int:
+        return self.accounts.remote.held if part is WHOLE else len(self.elsewhere.within(part, self._parts))
 
     def _passed(self, answer: Admit, request: RequestView, part: Part, now_s: float) -> None:
         if answer.reason is not AdmissionReason.RESIDENT:

@@ -7,10 +7,13 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from policies.admission.base import InstanceUse
+from policies.types import InstanceView, RequestView
 
 Contexts = tuple[int, int, int, int]
 """Sessions in flight, their tokens, kept sessions, their tokens."""
 _NONE: Contexts = (0, 0, 0, 0)
+POOL_FILL = 0.95
+"""Of a KV pool, what contexts fill before one evicts another; partly filled blocks take the rest."""
 
 
 class RemoteContexts(NamedTuple):
@@ -112,6 +115,30 @@ class Homes:
         """Contexts of other replicas on all instances."""
         each = self._remote.values()
         return sum(c[0] for c in each), sum(c[1] for c in each), sum(c[2] for c in each), sum(c[3] for c in each)
+
+    def evicted(
+        self, request: RequestView, views: Iterable[InstanceView], own: Home | None, own_tokens: int
+    ) -> dict[str, float]:
+        """Tokens of kept contexts that a request's KV evicts, by instance; without those where it evicts none.
+
+        Args:
+            request: what it has cached on an instance takes no more room there.
+            views: the instances, as the request sees them; a pool of unknown size counts as having room.
+            own: where the context of its own session is kept, of ``own_tokens``; None: it is not kept.
+        """
+        evicted: dict[str, float] = {}
+        for view in views:
+            home = self.by_name.get(view.instance)
+            if home is None or not view.kv_capacity_tokens:
+                continue
+            _, active, _, kept = self._remote.get(view.instance, _NONE)
+            active, kept = active + home.active_tokens, kept + home.kept_tokens
+            free = max(0.0, POOL_FILL * view.kv_capacity_tokens - active - kept)
+            of_others = kept - own_tokens if home is own else kept
+            tokens = min(request.prompt_tokens - view.cached_tokens - free, of_others)
+            if tokens > 0:
+                evicted[view.instance] = tokens
+        return evicted
 
     def uses(self, each: Iterable[tuple[str, int, int]]) -> tuple[InstanceUse, ...]:
         """Contexts of instances given by name, pool and requests without a first token."""

@@ -7,6 +7,7 @@ from math import inf
 from typing import ClassVar, NamedTuple
 
 from policies.admission.base import NO_INSTANCES, AdmissionReason, AdmissionView, Admit, Hold, SessionView
+from policies.costs.evictions import recomputed_s
 from policies.routing.base import require
 from policies.types import RequestView
 
@@ -34,7 +35,9 @@ class WorkingSet:
       follows: those of agents that return are protected, those of chats that do not take no room. An instance whose
       contexts are all idle and not worth protecting has room for a prompt of any length.
     - *Busy*: at least ``least_prefilling`` requests per instance wait for their first token, or every instance has a
-      session in flight. Otherwise an engine would idle, and time that nobody uses is worth less than an eviction.
+      session in flight. Otherwise an engine would idle. It is left idle if a kept session is expected back there
+      before as much time has passed as computing again would take what this prompt evicts: ``return_gap_s / 2``, as
+      gaps have begun, over the kept sessions that return.
 
     While others are held, or recomputing evicted prefixes took over ``lost_share`` of the fleet's time of the last half
     minute (`policies.admission.accounts`), and in any case over ``packing_share`` of it, a session that has room is
@@ -76,7 +79,7 @@ class WorkingSet:
             return Admit(AdmissionReason.RESIDENT, frozenset(room.evicting_none) if packs else NO_INSTANCES)
         if room.instances:
             return Admit(AdmissionReason.ROOM, frozenset(room.instances) if packs else NO_INSTANCES)
-        if self._idle(fleet):
+        if self._idle(fleet) and not self._returns_soon(request, fleet):
             return Admit(AdmissionReason.IDLE_FLEET)
         used_tokens = fleet.active_tokens + request.prompt_tokens + room.kept_tokens
         return Hold(
@@ -108,6 +111,21 @@ class WorkingSet:
         if fleet.prefilling < self.least_prefilling * fleet.instances:
             return any(not each.active_sessions for each in fleet.by_instance)
         return not fleet.active_sessions and not fleet.kept_sessions
+
+    def _returns_soon(self, request: RequestView, fleet: AdmissionView) -> bool:
+        """True if on every idle engine time is worth less than what this prompt would evict. O(instances)."""
+        sessions, tokens = fleet.active_sessions + fleet.kept_sessions, fleet.active_tokens + fleet.kept_tokens
+        if fleet.prefill is None or not sessions:
+            return False
+        for use in fleet.by_instance:
+            if use.active_sessions:
+                continue
+            returning = fleet.return_share * use.kept_sessions
+            evicted = min(use.kept_tokens, request.prompt_tokens + use.kept_tokens - self.fill * use.pool_tokens)
+            lost_s = fleet.return_share * recomputed_s(evicted, tokens / sessions, fleet.prefill)
+            if fleet.return_gap_s / 2 >= lost_s * returning:
+                return False
+        return True
 
     def _room(self, request: RequestView, session: SessionView, fleet: AdmissionView, packs: bool) -> _Room:
         """Room of the instances; up to the first that has some, unless it ``packs``: then all are needed."""

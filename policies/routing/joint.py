@@ -114,7 +114,7 @@ class Joint(Warm):
     def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
         columns = FleetColumns.of(fleet.instances)
         names, terms = columns.instance, self._all_terms(request, fleet, columns)
-        scores = self._scored(columns, terms, self.slowness(fleet))
+        scores = self._scored(columns, terms, fleet)
         specialists = _places_of(fleet.specialists, columns)
         more_s = self._evictions_s(request, fleet, columns) if specialists else {}
         for at, eviction_s in more_s.items():

@@ -37,7 +37,9 @@ class Warm(ColumnPolicy):
     - ``others = others_weight x r x (own + alone) + hold_s x min(over, prompt) / pool x w``: the streams there stall
       while this prefill is computed, for ``alone = step_s`` longer if no prefill is queued whose steps it can share;
       and ``w`` requests wait for the room it takes: all ``r`` if no instance has room, since some request then always
-      waits, else the ``q`` that wait now.
+      waits, else the ``q`` that wait now. Where an admission rule holds requests, also ``others_weight x (held x own +
+      evicted)``: ``held`` requests per candidate wait for what candidates compute, and ``evicted`` is the time to
+      compute contexts again that this prompt evicts, times the share of sessions that return.
     - ``answer``: nothing unless instances surely differ in speed (`policies.costs.slowness`). Then each has a slowness,
       which multiplies the times of prefills and steps there, and ``answer = answer_s x slowness``: an answer takes
       longer on a slow instance, too.
@@ -95,7 +97,7 @@ class Warm(ColumnPolicy):
     def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
         # Not the base class's: score and inputs are the same terms, which are computed once.
         columns = FleetColumns.of(fleet.instances)
-        scores = self._scored(columns, self._all_terms(request, fleet, columns), self.slowness(fleet))
+        scores = self._scored(columns, self._all_terms(request, fleet, columns), fleet)
         place = least(fleet, [score[1] for score in scores])
         return Choice(columns.instance[place], Reason.LOWEST_SCORE, tuple(scores))
 
@@ -133,7 +135,8 @@ class Warm(ColumnPolicy):
         costs = fleet.costs
         return costs.slowness if costs is not None and self.learned and self.learned_slowness else ALL_ALIKE
 
-    def _scored(self, columns: FleetColumns, terms: Sequence[Terms], slowness: Slownesses) -> list[CandidateScore]:
+    def _scored(self, columns: FleetColumns, terms: Sequence[Terms], fleet: FleetSnapshot) -> list[CandidateScore]:
+        slowness, held, evicted_s = self.slowness(fleet), fleet.held, fleet.evicted_s
         new = tuple.__new__
         scores: list[CandidateScore] = [
             new(
@@ -161,6 +164,10 @@ class Warm(ColumnPolicy):
             for place, (score, each) in enumerate(zip(scores, terms, strict=True)):
                 more = {"answer_s": each[-1], "slowness": slowness.get(score.instance, 1.0)}
                 scores[place] = score._replace(inputs={**score.inputs, **more})
+        if held or evicted_s:
+            for place, score in enumerate(scores):
+                more = {"held": held, "evicted_s": evicted_s.get(score.instance, 0.0)}
+                scores[place] = score._replace(inputs={**score.inputs, **more})
         return scores
 
     def _overs(self, request: RequestView, columns: FleetColumns) -> list[float]:
@@ -177,6 +184,7 @@ class Warm(ColumnPolicy):
         model, prompt = self._model(fleet), request.prompt_tokens
         crowd, weight, step_s, hold_s = self.queue_crowd, self.others_weight, self.short_step_s(fleet), self.hold_s
         slowness, alone_s, answer_s = self.slowness(fleet), step_s, 0.0
+        held, evicted_s = fleet.held, fleet.evicted_s
         owns: dict[int, float] = {}
         """By cached tokens, which are mostly equal across instances."""
         terms = []
@@ -202,6 +210,8 @@ class Warm(ColumnPolicy):
             if over > 0:
                 room_s = hold_s * over / pool
                 others_s += hold_s * min(over, prompt) / pool * (requests if nobody_has_room else prefilling)
+            if held or evicted_s:
+                others_s += weight * (held * own_s + evicted_s.get(view[0], 0.0))
             terms.append((queue_s, crowd * requests * queue_s, room_s, own_s, others_s, answer_s))
         return terms
 
@@ -263,6 +273,7 @@ class Prices:
             room_s = policy.hold_s * over / pool
             waiting = requests if self._full() else prefilling
             others_s += policy.hold_s * min(over, prompt) / pool * waiting
+        others_s += policy.others_weight * (self._fleet.held * own_s + self._fleet.evicted_s.get(view.instance, 0.0))
         return queue_s, policy.queue_crowd * requests * queue_s, room_s, own_s, others_s, self.answer_s(view.instance)
 
     def own_s(self, view: InstanceView) -> float:

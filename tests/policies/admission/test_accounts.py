@@ -57,14 +57,14 @@ def test_another_time_to_keep_counts_no_session_twice() -> None:
         accounts.begin(str(number), 100, 0.0)
         accounts.end(str(number), 0.0)
     accounts.expire(50.0)
-    share = accounts.return_share
+    share = accounts.gaps.return_share
     assert share < 0.1
     for keep_s in (100.0, 10.0, 10.0, 20.0):
         accounts.set_keep(keep_s, 50.0)
-    assert accounts.return_share == share
+    assert accounts.gaps.return_share == share
     accounts.set_keep(100.0, 50.0)
     accounts.begin("7", 100, 51.0)  # had not returned in time when it was counted
-    assert accounts.return_share == share
+    assert accounts.gaps.return_share == share
 
 
 def test_a_request_without_a_session_counts_while_it_is_in_flight_only() -> None:
@@ -82,40 +82,40 @@ def test_the_share_of_turns_that_others_follow_is_what_sessions_do() -> None:
     for turn in range(1_000):
         accounts.begin("agent", 100, float(turn))
         accounts.end("agent", turn + 0.5)
-    assert accounts.return_share == 1.0
+    assert accounts.gaps.return_share == 1.0
     for number in range(1_000):  # that do not return
         accounts.begin(f"once-{number}", 100, 2_000.0 + number)
         accounts.end(f"once-{number}", 2_000.0 + number)
-    assert accounts.return_share < 0.02
+    assert accounts.gaps.return_share < 0.02
     for turn in range(1_000):
         accounts.begin("agent", 100, 4_000.0 + turn)
         accounts.end("agent", 4_000.5 + turn)
-    assert accounts.return_share > 0.98
+    assert accounts.gaps.return_share > 0.98
     for turn in range(1_000):  # a chat with a minute between its turns
         accounts.begin("chat", 100, 6_000.0 + turn * 60.0)
         accounts.end("chat", 6_000.5 + turn * 60.0)
-    assert accounts.return_share < 0.02
+    assert accounts.gaps.return_share < 0.02
 
 
 def test_sessions_are_kept_for_as_long_as_nearly_all_that_return_take() -> None:
     accounts = Sessions(keep_s=32.0)
-    assert accounts.keeps_s == 32.0
+    assert accounts.gaps.keep_s == 32.0
     for turn in range(7):
         accounts.begin("agent", 100, turn * 5.0)
         accounts.end("agent", turn * 5.0 + 1.5)
-    assert accounts.keeps_s == 32.0
+    assert accounts.gaps.keep_s == 32.0
     for turn in range(7, 50):
         accounts.begin("agent", 100, turn * 5.0)
         accounts.end("agent", turn * 5.0 + 1.5)
-    assert accounts.keeps_s == 5.0  # gaps of 3.5 s, buckets of a second
+    assert accounts.gaps.keep_s == 5.0  # gaps of 3.5 s, buckets of a second
     accounts.expire(300.0)
     assert accounts.kept_sessions == 0
     for turn in range(200):  # slower ones lengthen it again
         accounts.begin("slow", 100, 1_000.0 + turn * 20.0)
         accounts.end("slow", 1_001.5 + turn * 20.0)
-    assert accounts.keeps_s == 20.0
+    assert accounts.gaps.keep_s == 20.0
     accounts.set_keep(10.0, 5_000.0)
-    assert accounts.keeps_s == 10.0
+    assert accounts.gaps.keep_s == 10.0
 
 
 def test_the_number_of_returns_that_count_grows_with_the_fleet() -> None:
@@ -126,7 +126,7 @@ def test_the_number_of_returns_that_count_grows_with_the_fleet() -> None:
         for turn in range(25 * instances + 1):
             accounts.begin("chat", 100, turn * 60.0)
             accounts.end("chat", turn * 60.0 + 0.5)
-        shares.append(accounts.return_share)
+        shares.append(accounts.gaps.return_share)
     assert shares == pytest.approx([0.37, 0.37], abs=0.01)
 
 
@@ -139,15 +139,15 @@ def test_a_held_session_has_returned_and_is_kept_while_it_waits() -> None:
     for now_s in range(10, 101, 5):
         assert accounts.view_of(request, float(now_s), now_s - 5.0).kept
     accounts.begin("a", 120, 100.0)
-    assert accounts.return_share == 1.0
+    assert accounts.gaps.return_share == 1.0
     accounts.end("a", 101.0)
     late = RequestView("a3", 140, session_id="a")
     accounts.expire(120.0)
     assert not accounts.view_of(late, 120.0).kept
-    assert accounts.return_share < 1.0
-    share = accounts.return_share
+    assert accounts.gaps.return_share < 1.0
+    share = accounts.gaps.return_share
     accounts.begin("a", 140, 130.0)
-    assert accounts.return_share == share  # it counts once
+    assert accounts.gaps.return_share == share  # it counts once
 
 
 def test_sessions_of_the_past_are_bounded() -> None:

@@ -52,8 +52,8 @@ def everything(accounts: SessionAccounts, now_s: float) -> tuple[Any, ...]:
     return (
         accounts.view(SESSIONS[0], now_s),
         [accounts.view_of(RequestView("next", 9, PROMPT, 16.0, session), now_s) for session in SESSIONS],
-        accounts.return_share,
-        accounts.keeps_s,
+        accounts.gaps.return_share,
+        accounts.gaps.keep_s,
         accounts.losses.share(3, now_s),
         accounts.losses.tokens,
         accounts.kept_sessions,
@@ -65,8 +65,8 @@ def everything(accounts: SessionAccounts, now_s: float) -> tuple[Any, ...]:
 READERS: dict[str, Callable[[SessionAccounts, float], object]] = {
     "view": lambda accounts, now_s: accounts.view(SESSIONS[0], now_s),
     "view_of": lambda accounts, now_s: accounts.view_of(RequestView("next", 9, PROMPT, 16.0, SESSIONS[1]), now_s),
-    "return_share": lambda accounts, _: accounts.return_share,
-    "keeps_s": lambda accounts, _: accounts.keeps_s,
+    "return_share": lambda accounts, _: accounts.gaps.return_share,
+    "keeps_s": lambda accounts, _: accounts.gaps.keep_s,
     "lost_share": lambda accounts, now_s: accounts.losses.share(3, now_s),
     "lost_tokens": lambda accounts, _: accounts.losses.tokens,
     "active_sessions": lambda accounts, _: accounts.active_sessions,

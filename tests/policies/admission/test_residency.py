@@ -53,7 +53,7 @@ def test_a_session_whose_context_others_evicted_is_kept_no_longer_and_counts_no_
     assert (view.kept, view.resident, view.turns) == (False, False, 1)
     assert state.accounts.kept_tokens == 90 * BLOCK
     serve(state, turn("s", 42))
-    assert state.accounts.return_share == 1.0
+    assert state.accounts.gaps.return_share == 1.0
 
 
 def test_half_of_the_context_is_enough() -> None:

@@ -131,7 +131,7 @@ def test_the_same_requests_are_sent_as_by_asking_about_all(rule: WorkingSet | Se
         assert fleet.sent == asking.sent, name
         assert len(fleet.gate) == len(asking.gate), name
         assert fleet.state.accounts.contexts() == asking.state.accounts.contexts(), name
-        assert fleet.state.accounts.return_share == asking.state.accounts.return_share, name
+        assert fleet.state.accounts.gaps.return_share == asking.state.accounts.gaps.return_share, name
 
 
 class Evictions(Residency):

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 import proxy.routing.router
-from policies.admission.base import Admit
+from policies.admission.base import DEFAULT_RULE, Admit
 from policies.admission.line import Held
-from policies.admission.never_hold import NeverHold
-from policies.registry import make_planner, make_routing
+from policies.registry import make_admission, make_planner, make_routing
 from policies.session import Routed
 from policies.types import RequestView, Role
 from proxy.request.parse import Endpoint
@@ -103,7 +102,7 @@ def simulated(options: SimOptions, policy: str, planner: str, live: bool, monkey
         state = router.router.state
     else:
         transport = options.proven_transport(profile)
-        rules = (make_routing(policy), make_planner(planner), NeverHold())
+        rules = (make_routing(policy), make_planner(planner), make_admission(DEFAULT_RULE))
         router = OfflineRouter(options, fleet.engines, roles, transport, *rules)
         state = router.state
     records: list[RequestRecord] = []
