@@ -289,7 +289,8 @@ def _about_noise(assumed_floor: float, noise: Sequence[RunNoise], runs: tuple[in
         assumption = "no arm was repeated, so the noise between runs is not known"
         if assumed_floor > 0:
             assumption += (
-                f": two runs are assumed to differ by up to {assumed_floor:.0%} in their times (--assumed-noise)"
+                f": two runs are assumed to differ by up to {assumed_floor:.0%} in their times (--assumed-noise) and "
+                "not at all in APC and rates"
             )
         else:
             assumption += " and assumed to be zero"

@@ -174,10 +174,8 @@ def _markers(comparisons: Sequence[Comparison]) -> list[str]:
             "Failed requests: " + ", ".join(f"{count} in {label}" for label, count in failed.items() if count)
         )
     if not first.noise_floor:
-        assumed = (
-            f"±{first.assumed_noise * 100:g} % between runs" if first.assumed_noise else "no difference between runs"
-        )
-        markers.append(f"Single runs: {assumed} is assumed, not measured")
+        times = f"±{first.assumed_noise * 100:g} % for times" if first.assumed_noise else "none for times"
+        markers.append(f"Single runs: noise between runs is assumed, not measured: {times}, none for APC and rates")
     return markers
 
 

@@ -198,9 +198,10 @@ def test_the_leader_is_called_better_only_where_the_test_says_so() -> None:
 def test_markers_name_single_runs_failures_and_forced_conditions(comparisons: list[Comparison]) -> None:
     markers = matrix_of(comparisons).markers
     assert any(re.fullmatch(rf"Failed requests: \d+ in {LONG[1]}", marker) for marker in markers)
-    assert markers[-1] == "Single runs: ±7 % between runs is assumed, not measured"
+    single = "Single runs: noise between runs is assumed, not measured"
+    assert markers[-1] == f"{single}: ±7 % for times, none for APC and rates"
     exact = compare(make_run(), make_run("b"), resamples=1000, assumed_floor=0.0)
-    assert matrix_of([exact]).markers == ["Single runs: no difference between runs is assumed, not measured"]
+    assert matrix_of([exact]).markers == [f"{single}: none for times, none for APC and rates"]
     forced = compare(make_run(), make_run("b", time_scale=2.0), resamples=1000, force=True)
     assert "time_scale differs" in matrix_of([forced]).markers[0]
 

@@ -212,7 +212,7 @@ def test_the_verdict_comes_first_then_figures_then_tables_and_the_fine_print_is_
         assert fine_print in folded
         assert fine_print not in re.sub(r"<details>.*?</details>", "", html, flags=re.DOTALL)
     assert "<details open" not in html
-    assert "Single runs: ±7 % between runs is assumed, not measured." in html[: places[1]]
+    assert "Single runs: noise between runs is assumed, not measured: ±7 % for times" in html[: places[1]]
 
 
 def test_folded_parts_are_printed_and_paper_is_white_in_either_scheme(three_arms: Page) -> None:
