@@ -11,7 +11,7 @@ import msgspec
 from launch.experiment.definition.engines import check_engines
 from launch.experiment.definition.file import ExperimentError, LoadedExperiment
 from launch.experiment.definition.fleets import arm_fleets, fleet_source
-from launch.experiment.definition.sections import SimulatedBackend, TraceSettings
+from launch.experiment.definition.sections import ReplaySettings, SimulatedBackend, TraceSettings
 from launch.fleet.file import FleetFile
 from replayer.records.own_code import own_code
 from replayer.replay.plan import Plan, PlanOptions, make_plan
@@ -28,6 +28,8 @@ TRACE_MADE = "trace as replayed"
 """Kind of that file among the inputs' hashes."""
 _PROJECT = Path(__file__).resolve().parents[3]
 _PROBE_REQUESTS = 256
+_NO_CAP_S = 3.2e9
+"""A century: no idle gap of a trace is longer."""
 _MODULE = "module "
 
 
@@ -83,7 +85,12 @@ def build_trace(experiment: LoadedExperiment) -> Trace:
     else:
         path = trace_file(experiment)
         assert path is not None
-        options = LoadOptions(block_tokens=wanted.block_tokens, time_unit=wanted.time_unit, sessions=wanted.sessions)
+        options = LoadOptions(
+            block_tokens=wanted.block_tokens,
+            time_unit=wanted.time_unit,
+            sessions=wanted.sessions,
+            idle_gap_cap_s=_idle_gap_cap_s(experiment.settings.replay),
+        )
         trace = load(path, options)
     requests = trace.requests
     if wanted.window_s is not None:
@@ -96,15 +103,20 @@ def build_trace(experiment: LoadedExperiment) -> Trace:
     return trace if wanted.prompt_scale is None else shortened(trace, wanted.prompt_scale)
 
 
-def reading(wanted: TraceSettings) -> LoadOptions:
+def reading(wanted: TraceSettings, replay: ReplaySettings) -> LoadOptions:
     """Options with which every run reads `Inputs.trace_path`.
 
     A trace that was made has seconds, and its arrivals are those that were accepted when it was made.
     """
     if wanted.as_stored:
-        return LoadOptions()
+        return LoadOptions(idle_gap_cap_s=_idle_gap_cap_s(replay))
     block_tokens = wanted.block_tokens if wanted.synth is None else wanted.synth.block_tokens
     return LoadOptions(block_tokens=block_tokens, time_unit="s")
+
+
+def _idle_gap_cap_s(replay: ReplaySettings) -> float:
+    """Longest idle gap of a conversation for the loader, which knows no absence of a cap."""
+    return _NO_CAP_S if replay.idle_gap_cap_s is None else replay.idle_gap_cap_s
 
 
 def plan_options(experiment: LoadedExperiment) -> PlanOptions:

@@ -148,7 +148,8 @@ class Runner:
         with suppress(msgspec.MsgspecError):
             self._before = msgspec.json.decode(environment, type=Environment).software
         if self._live:
-            self._trace = load(self._inputs.trace_path, reading(self._experiment.settings.trace))
+            settings = self._experiment.settings
+            self._trace = load(self._inputs.trace_path, reading(settings.trace, settings.replay))
 
     async def _work(self, waiting: Iterator[RunState]) -> None:
         for run in waiting:

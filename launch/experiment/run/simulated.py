@@ -97,7 +97,7 @@ def simulator_command(experiment: LoadedExperiment, slot: Slot, trace: Path, run
         "request-limit": replay.request_limit,
         "idle-gap-cap-s": replay.idle_gap_cap_s,
         "max-inflight-sessions": replay.max_inflight_sessions,
-        **{name.replace("_", "-"): value for name, value in reading(settings.trace).given().items()},
+        **{name.replace("_", "-"): value for name, value in reading(settings.trace, replay).given().items()},
     }
     flags = [part for name, value in options.items() if value is not None for part in (f"--{name}", str(value))]
     given = {"policy": arm.policy.params, "planner": arm.offload.params, "admission": arm.admission.params}

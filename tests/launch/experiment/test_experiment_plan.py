@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import math
 import os
 import shlex
@@ -31,7 +32,7 @@ from launch.experiment.definition.file import (
     parse_experiment,
 )
 from launch.experiment.definition.fleets import arm_fleet, arm_fleets, clock_scale, placed_fleet
-from launch.experiment.definition.inputs import TRACE_FILE, build_trace, checked_plan, prepare, trace_file
+from launch.experiment.definition.inputs import TRACE_FILE, build_trace, checked_plan, prepare, reading, trace_file
 from launch.experiment.definition.order import interleaved_rows, noise_seed, plan_runs, randomised_rows
 from launch.experiment.definition.reference import SECTIONS, reference
 from launch.experiment.records.environment import ENVIRONMENT_FILE, differences, engines_of, software
@@ -41,7 +42,7 @@ from launch.experiment.run.live import with_room
 from launch.experiment.run.simulated import simulator_command
 from launch.fleet.overrides import PYTHON_VARIABLE
 from policies.registry import routing_policies
-from replayer.traces.loading import load_trace
+from replayer.traces.loading import load, load_trace
 from replayer.traces.trace import TraceError
 from tests.launch.conftest import free_base
 from tests.replayer.conftest import make_trace
@@ -378,6 +379,18 @@ class TestTrace:
         checked(trace="one.jsonl", repeats=2, backend=slowed)
         checked(trace="one.jsonl", repeats=1, backend=moved)
         checked(trace="two.jsonl", repeats=2, backend=moved)
+
+    @pytest.mark.parametrize(("cap_s", "gap_s"), [(60.0, 60.0), (500.0, 500.0), (None, 1000.0)])
+    def test_idle_gaps_of_conversations_are_cut_to_the_cap_of_the_replay(
+        self, tmp_path: Path, cap_s: float | None, gap_s: float
+    ) -> None:
+        calls = [{"t": t, "in": 64, "out": 1, "hash_ids": [1]} for t in (0, 1000)]
+        (tmp_path / "conversation.json").write_text(json.dumps({"requests": calls}))
+        experiment = loaded(tmp_path, LIVE, trace="conversation.json", replay={"idle_gap_cap_s": cap_s})
+        planned = build_trace(experiment)
+        settings = experiment.settings
+        replayed = load(tmp_path / "conversation.json", reading(settings.trace, settings.replay))
+        assert planned.duration_s == replayed.duration_s == gap_s
 
     @pytest.mark.usefixtures("checked_here")
     def test_times_in_another_unit_are_read_by_the_key_that_the_loader_names(self, tmp_path: Path) -> None:
