@@ -20,6 +20,7 @@ from replayer.traces.formats import Format, agent_text, bailian, detect_format, 
 from replayer.traces.formats.checks import (
     MIN_FOLLOW_UPS,
     MIN_SHARING,
+    NO_TURN,
     UNITS_S,
     Rechainer,
     TurnNumbers,
@@ -154,6 +155,8 @@ def iter_trace(path: str | Path, options: LoadOptions | None = None) -> Iterator
     opened = _open(path, options or LoadOptions())
     for request in opened.requests:
         check_id_count(request, opened.block_tokens, opened.tail, str(path))
+        if request.turn == NO_TURN:
+            request.turn = 1
         yield request
 
 

@@ -19,7 +19,7 @@ import zstandard
 from replayer.records.counted import counted
 from replayer.records.json_errors import BAD_JSON
 from replayer.records.outputs import replacing
-from replayer.traces.formats.checks import Number
+from replayer.traces.formats.checks import NO_TURN, Number
 from replayer.traces.formats.source import iter_lines
 from replayer.traces.trace import TraceError, TraceRequest
 
@@ -206,7 +206,7 @@ def read_unlinked(path: Path, unit_s: float, *, remembered: int | None = None) -
             chat_id=chat_id,
             parent_chat_id=number_of(row.parent_chat_id),
             session_id="" if row.session_id is None else str(row.session_id),
-            turn=1 if row.turn is None else row.turn,
+            turn=NO_TURN if row.turn is None else row.turn,
             timestamp_s=row.timestamp * unit_s,
             input_length=row.input_length,
             output_length=row.output_length,

@@ -28,6 +28,8 @@ CHAIN_BASE = 1 << 48
 """First new id for re-chained blocks."""
 MOST_S = 3.2e9
 """A century: later requests are wrong, and a clock that reaches 1e16 s does not advance by seconds any more."""
+NO_TURN = -(1 << 31)
+"""Turn of a request that the file does not number, until `TurnNumbers` does."""
 SLOTS_PER_ID = 16
 """Ids that are far apart, as in a trace made of copies, are kept in a dictionary: 100 bytes an id, a slot has 8."""
 
@@ -292,7 +294,8 @@ def _by_generation(requests: list[TraceRequest]) -> list[TraceRequest]:
 
 
 class TurnNumbers:
-    """Turn numbers that rise in each session: a request's own, or one more than the last where it does not rise.
+    """Turn numbers that rise in each session: a request's own, or one more than the last where it has none or does not
+    rise.
 
     Args:
         remembered: sessions that are known, those of the last requests; None for all.
@@ -303,15 +306,18 @@ class TurnNumbers:
         self._remembered = remembered
 
     def apply(self, request: TraceRequest) -> bool:
-        """Number the next request in time, in place; True if that changed its number."""
+        """Number the next request in time, in place; True if that changed a number that it had."""
         last = self._last.pop(request.session_id, None)  # put back as the newest
+        given = request.turn != NO_TURN
         changed = last is not None and request.turn <= last
         if last is not None and changed:
             request.turn = last + 1
+        elif not given:
+            request.turn = 1
         self._last[request.session_id] = request.turn
         if self._remembered is not None and len(self._last) > self._remembered:
             del self._last[next(iter(self._last))]
-        return changed
+        return changed and given
 
 
 def order_turns(requests: Sequence[TraceRequest], where: str) -> int:
@@ -320,7 +326,7 @@ def order_turns(requests: Sequence[TraceRequest], where: str) -> int:
     Requests must be sorted by time. A turn number that does not rise becomes the last one plus 1.
 
     Returns:
-        Number of renumbered sessions.
+        Number of sessions with a number that was changed.
 
     Raises:
         TraceError: a request is older than its parent.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from array import array
 from pathlib import Path
 
@@ -129,6 +130,22 @@ def test_a_stream_numbers_turns_as_loading_does(tmp_path: Path) -> None:
     assert [request.turn for request in loaded.requests] == [3, 4, 7, 5, 6, 9, 12]
     assert "1 session with branches or repeated turn numbers" in loaded.notes[-1]
     assert [request.turn for request in stream(path).requests] == [request.turn for request in loaded.requests]
+
+
+def test_turns_without_numbers_are_numbered_and_no_fault_of_the_trace(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    turns: list[tuple[str, int | None]] = [("a", None), ("b", 4), ("a", None), ("b", None), ("b", 9)]
+    rows = [
+        {"chat_id": place, "timestamp": place, "input_length": 64, "output_length": 1, "hash_ids": [1]}
+        | {"session_id": session, "turn": turn}
+        for place, (session, turn) in enumerate(turns)
+    ]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    loaded = load(path)
+    assert [request.turn for request in loaded.requests] == [1, 4, 2, 5, 9]
+    assert loaded.notes == []
+    assert [request.turn for request in stream(path).requests] == [1, 4, 2, 5, 9]
+    assert [request.turn for request in iter_trace(path)] == [1, 4, 1, 1, 9]
 
 
 def test_unchained_ids_are_shared_as_after_the_loaders_repair(tmp_path: Path) -> None:
