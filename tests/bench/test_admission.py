@@ -64,6 +64,20 @@ def test_the_page_shows_the_results_of_the_present_rule() -> None:
     assert f"it is {ratios[1]} with seed 1 ({former} before) and {ratios[4]} with seed 4" in section
 
 
+def test_the_decision_on_those_who_wait_shows_its_grid() -> None:
+    page = (DOCS / "decisions" / "0032-those-who-wait.md").read_text(encoding="utf-8")
+    new, before = cells("admission-idle"), {_key(each): each for each in cells("admission-room")}
+    for seed, name in ((1, "seed 1"), (4, "the same with seed 4")):
+        pairs = [(each.rules[0].figures, before[_key(each)].rules[0].figures) for each in new if each.seed == seed]
+        e2e = [one.e2e_mean_s / other.e2e_mean_s for one, other in pairs]
+        assert f"{name} | {len(pairs)} | {_mean(e2e)} | {min(e2e):.2f} to {max(e2e):.2f} |" in page
+    found = [each.partition(", working_set")[0] for each in harmed(new)]
+    earlier = [each.partition(", working_set")[0] for each in harmed(list(before.values()))]
+    assert (len(found), len(set(found)), len(earlier), len(set(earlier))) == (9, 5, 7, 4)
+    assert "nine figures of five runs (of 540)" in page
+    assert "seven figures of four runs before" in page
+
+
 def _key(each: AdmissionCell) -> tuple[GridCell, int]:
     return each.cell, each.seed
 

@@ -24,6 +24,8 @@ from tests.bench.routers.kept import DOCS, PAGE, README, runs_of, sent_s
         ("agents, token ids, two GPUs", "routers-agents-h200-2x", 46.6, "warm"),
         ("agents, token ids, two GPUs, sticky", "routers-agents-h200-2x-second", 46.6, "warm"),
         ("Claude Code, uncut", "routers-claude-h200", None, "warm"),
+        ("Claude Code, those who wait", "routers-claude2-h200", None, "warm"),
+        ("Claude Code, those who wait, first", "routers-claude-h200-present", None, "warm"),
         ("short prompts, own GPUs", "routers-azure-h200-2x", 28.8, "warm"),
         ("short prompts, own GPUs, retrieval", "routers-rag-h200-2x", 23.7, "warm"),
         ("short prompts, first", "routers-azure-h200-first", 19.1, "warm"),
